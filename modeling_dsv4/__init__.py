@@ -1,0 +1,1 @@
+"""Public names are filled in by the modules of this package."""
