@@ -5,7 +5,7 @@ Arrays come back as numpy; bfloat16 is widened to float32, which is exact. The c
 """
 
 import json
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +35,7 @@ def load_json(path):
     return json.loads(Path(path).read_text(encoding="utf-8"))
 
 
-@lru_cache(maxsize=None)
+@cache
 def manifest(folder=CASES_V41):
     """Return the manifest of one folder of cases; `["cases"][name]` describes a case."""
     return load_json(Path(folder) / "manifest.json")
