@@ -1,0 +1,385 @@
+"""The cache: everything that depends on the sequence, for both families.
+
+One object owns it all (design: nothing sequence-dependent lives on a module): the window entries of every layer, the
+compressed entries and index keys of every source layer, the projected tokens of its open group, and the last n-gram
+ids. Shared parts belong to the source layer and are changed once; the layers that read them hold nothing.
+
+Rows have lengths of their own (`lengths`), so left and right padding need no special case. `get_seq_length()` counts
+columns, padding included, as `generate` expects.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from .cache_storage import COMPRESSED_NVFP4, INDEX_MXFP4, UNROUNDED, WINDOW_FP8, CacheCodec, EntryStore, TokenRing
+from .sequence_layout import SequenceLayout
+
+KV_FORMATS = ("packed", "float")
+# While drafts are verified, a ring keeps what one verification may drop; never more than this many tokens.
+MAX_RECORDED = 128
+
+
+class SourceStore:
+    """What a source layer owns for itself and the layers that read it: entries, index keys, the open group."""
+
+    def __init__(self, ratio: int, rollback: int, entries: CacheCodec, index: CacheCodec, capacity: int | None):
+        self.ratio = ratio
+        limit = None if capacity is None else capacity // ratio
+        self.entries = EntryStore(entries, limit)
+        self.index_keys = EntryStore(index, limit)
+        # Projected tokens that the next group, or a group re-opened by a rollback, still needs. Never rounded.
+        self.open_group = TokenRing(ratio - 1 + rollback, UNROUNDED) if ratio > 1 else None
+
+    @property
+    def parts(self) -> list:
+        return [part for part in (self.entries, self.index_keys, self.open_group) if part is not None]
+
+
+class Dsv4CacheLayer(CacheLayerMixin):
+    r"""Cache of one layer: its window, and the store that it owns if it is a source layer.
+
+    `update` of the generic interface does not fit (key = value, entries are pooled and shared); attention uses
+    `window` and `store`. `keys` and `values` stay `None`.
+    """
+
+    is_sliding = True
+    is_croppable = True
+    is_compileable = False
+    supports_early_init = False
+
+    def __init__(self, owner: Dsv4Cache, window: TokenRing, store: SourceStore | None):
+        super().__init__()
+        self._owner, self.window, self.store = owner, window, store
+
+    @property
+    def parts(self) -> list:
+        return [self.window] + (self.store.parts if self.store is not None else [])
+
+    def lazy_initialization(self, key_states, value_states):
+        raise TypeError("Dsv4Cache stores shared, pooled entries; it is filled by the model's own attention.")
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        raise TypeError("Dsv4Cache stores shared, pooled entries; it is filled by the model's own attention.")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._owner.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self._owner.get_seq_length()
+
+    def get_max_length(self) -> int:
+        return self._owner.get_max_length()
+
+
+class Dsv4Cache(Cache):
+    r"""Cache of a DeepSeek-V4.1 model, with the whole interface of transformers' `Cache`.
+
+    Invariant after every method: the cache equals one that has only ever seen the tokens it now holds.
+
+    Args:
+        config (`Dsv41Config` or `Dsv41TextConfig`): schedule, sizes, rounding.
+        kv_format (`str`, *optional*, defaults to `"packed"`): "packed" stores FP8 / FP4 bytes, "float" the rounded
+            values in the model's dtype; both give the same logits.
+        rollback (`int`, *optional*, defaults to 16): tokens per row that `crop` can take back.
+        max_length (`int`, *optional*): fixed capacity in tokens, allocated once; `None` grows.
+
+    Raises:
+        ValueError: for an unknown format, or "packed" with `cache_rounding=False` (unrounded values cannot be packed).
+    """
+
+    def __init__(self, config, kv_format: str = "packed", rollback: int = 16, max_length: int | None = None):
+        text = config.get_text_config()
+        if kv_format not in KV_FORMATS:
+            raise ValueError(f"kv_format is {kv_format!r}; accepted: {KV_FORMATS}.")
+        if kv_format == "packed" and not text.cache_rounding:
+            raise ValueError("kv_format='packed' with cache_rounding=False; accepted: kv_format='float'.")
+        if not isinstance(rollback, int) or rollback < 0:
+            raise ValueError(f"rollback is {rollback!r}; accepted: an integer >= 0.")
+        if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
+            raise ValueError(f"max_length is {max_length!r}; accepted: None or an integer >= 1.")
+        self.kv_format, self.rollback, self.max_length = kv_format, rollback, max_length
+        codecs = cache_codecs(text, kv_format)
+        layers = []
+        for layer, mode in enumerate(text.layer_modes):
+            window = TokenRing(text.sliding_window - 1 + rollback, codecs["window"])
+            ratio = text.compress_ratios[layer]
+            store = SourceStore(ratio, rollback, codecs["compressed"], codecs["index"], max_length)
+            layers.append(Dsv4CacheLayer(self, window, store if mode == "full" else None))
+        super().__init__(layers=layers)
+        self.ngram_ids = TokenRing(text.engram_max_ngram_size - 1 + rollback, UNROUNDED)
+        self.record_past = False
+        self._clear()
+
+    def _clear(self) -> None:
+        self.columns = 0
+        self.lengths: torch.Tensor | None = None
+        self.column_mask: torch.Tensor | None = None  # [B, columns] bool, None while every column is real
+        self._droppable: torch.Tensor | None = None  # [B] tokens that a rollback can still take back
+
+    @property
+    def _parts(self) -> list:
+        return [part for layer in self.layers for part in layer.parts] + [self.ngram_ids]
+
+    # ---- used by the model ------------------------------------------------------------------------------------------
+
+    def layout(self, valid: torch.Tensor | None, batch: int, columns: int, device: torch.device) -> SequenceLayout:
+        r"""Return the layout of the next call; changes nothing.
+
+        Args:
+            valid (`torch.Tensor` of shape `[B, S]`, bool, or `None`): real columns of the call.
+            batch, columns (`int`): B and S.
+            device (`torch.device`): of the call.
+
+        Raises:
+            ValueError: if the batch differs from the cached one, or the capacity would be passed.
+        """
+        if self.lengths is not None and len(self.lengths) != batch:
+            raise ValueError(f"the cache holds {len(self.lengths)} rows and the call has {batch}.")
+        if self.max_length is not None and self.columns + columns > self.max_length:
+            raise ValueError(
+                f"the cache was made for {self.max_length} tokens (max_length); it holds {self.columns} "
+                f"and {columns} more were given."
+            )
+        past = torch.zeros(batch, dtype=torch.long, device=device) if self.lengths is None else self.lengths.to(device)
+        return SequenceLayout.from_mask(valid, past, columns)
+
+    def keep_extra(self, columns: int) -> int:
+        """Slots that rings keep beyond their size for a call of `columns` columns (drafts being verified)."""
+        return min(columns, MAX_RECORDED) if self.record_past else 0
+
+    def advance(self, layout: SequenceLayout, valid: torch.Tensor | None) -> None:
+        """Count the tokens of a finished call; `valid` is the mask of its columns before shifting, or `None`."""
+        bound = self.rollback + self.keep_extra(layout.columns)
+        held = torch.zeros_like(layout.past) if self._droppable is None else self._droppable
+        self._droppable = torch.minimum(held + layout.new, torch.full_like(held, bound))
+        self.lengths = layout.lengths
+        if valid is not None or self.column_mask is not None:
+            batch, device = len(layout.new), layout.new.device
+            before, new = self.column_mask, valid
+            if before is None:
+                before = torch.ones(batch, self.columns, dtype=torch.bool, device=device)
+            if new is None:
+                new = torch.ones(batch, layout.columns, dtype=torch.bool, device=device)
+            self.column_mask = torch.cat([before, new], dim=1)
+        self.columns += layout.columns
+
+    # ---- the interface of transformers ------------------------------------------------------------------------------
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns seen, padding included."""
+        return self.columns
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Capacity in columns, or -1 for a growing cache."""
+        return -1 if self.max_length is None else self.max_length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.columns + query_length, 0
+
+    @property
+    def batch_size(self) -> int:
+        return -1 if self.lengths is None else len(self.lengths)
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.lengths is not None
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        return self.layers[layer_idx].update(key_states, value_states)
+
+    def activate_past_recording(self) -> None:
+        """Keep what a verification of drafts may drop until the next `crop`."""
+        self.record_past = True
+
+    def is_recording_past(self, layer_idx: int = 0) -> bool:
+        return self.record_past
+
+    def crop(self, tokens_to_remove: int) -> None:
+        r"""Drop the last columns; afterwards the cache equals one that never saw them.
+
+        Args:
+            tokens_to_remove (`int` or 0-d tensor): zero or negative; `-n` drops n columns.
+
+        Raises:
+            ValueError: for a positive number, or if more real tokens of a row would go than `rollback` allows.
+        """
+        count = -int(tokens_to_remove)
+        if count < 0:
+            raise ValueError(f"crop takes the columns to remove as a negative number, got {-count}.")
+        if self.lengths is None:
+            return
+        if count >= self.columns > 0:
+            self.reset()
+            return
+        if count and self.column_mask is not None:
+            dropped = self.column_mask[:, -count:].sum(-1)
+        else:
+            dropped = torch.full_like(self.lengths, count)
+        self._drop(dropped)
+        self.columns -= count
+        if self.column_mask is not None:
+            self.column_mask = self.column_mask[:, : self.columns]
+
+    def crop_rows(self, tokens_to_remove: torch.Tensor) -> None:
+        r"""Drop a number of last tokens of its own from each row; dropped columns that others keep become padding.
+
+        Args:
+            tokens_to_remove (`torch.Tensor` of shape `[B]`, integer): tokens of each row, 0 or more.
+
+        Raises:
+            ValueError: if a row would lose more than `rollback` allows.
+        """
+        if self.lengths is None:
+            raise ValueError("crop_rows on an empty cache.")
+        dropped = tokens_to_remove.to(self.lengths)
+        if dropped.shape != self.lengths.shape or bool((dropped < 0).any()):
+            raise ValueError(f"tokens_to_remove is {tokens_to_remove.tolist()}; accepted: {len(self.lengths)} counts >= 0.")
+        self._drop(dropped)
+        mask = self.column_mask
+        if mask is None:
+            mask = torch.ones(len(dropped), self.columns, dtype=torch.bool, device=dropped.device)
+        # Of each row, the first `length` real columns stay real.
+        mask = mask & (mask.cumsum(-1) <= self.lengths[:, None])
+        used = mask.any(0).nonzero()
+        self.columns = int(used[-1]) + 1 if len(used) else 0
+        mask = mask[:, : self.columns]
+        self.column_mask = None if bool(mask.all()) else mask
+
+    def _drop(self, dropped: torch.Tensor) -> None:
+        """Drop `dropped` `[B]` real tokens of each row from every part, and trim rings to their size."""
+        most = int(dropped.max())
+        if most == 0:
+            for part in self._parts:
+                if isinstance(part, TokenRing):
+                    part.trim()
+            self._droppable = self._droppable.clamp(max=self.rollback)
+            return
+        if bool((dropped > self._droppable).any()):
+            raise ValueError(
+                f"crop would drop {dropped.tolist()} tokens of the rows; accepted: at most {self._droppable.tolist()} "
+                f"(rollback={self.rollback})."
+            )
+        for part in self._parts:
+            if isinstance(part, TokenRing):
+                part.drop(dropped)
+        self.lengths = self.lengths - dropped
+        self._droppable = (self._droppable - dropped).clamp(max=self.rollback)
+
+    def _map(self, function) -> None:
+        if self.lengths is None:
+            return
+        for part in self._parts:
+            part.map(function)
+        self.lengths, self._droppable = function(self.lengths), function(self._droppable)
+        if self.column_mask is not None:
+            self.column_mask = function(self.column_mask)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Take row `beam_idx[i]` as row i (beam search)."""
+        self._map(lambda t: t.index_select(0, beam_idx.to(t.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times."""
+        self._map(lambda t: t.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices`."""
+        self._map(lambda t: t[indices.to(t.device) if isinstance(indices, torch.Tensor) else indices])
+
+    def reset(self) -> None:
+        """Forget every token; the object can be used again."""
+        for part in self._parts:
+            part.reset()
+        self._clear()
+
+    def to(self, device: torch.device | str) -> Dsv4Cache:
+        """Move everything to `device` and return the cache."""
+        self._map(lambda t: t.to(device))
+        return self
+
+    # ---- size and storage -------------------------------------------------------------------------------------------
+
+    def nbytes(self, allocated: bool = False) -> dict[str, int]:
+        r"""Return the bytes of each part, summed over rows.
+
+        Args:
+            allocated (`bool`, *optional*, defaults to `False`): capacity instead of what is in use.
+
+        Returns:
+            `{"window", "compressed", "index", "draft", "state"}` -> bytes.
+        """
+        sizes = dict.fromkeys(("window", "compressed", "index", "draft", "state"), 0)
+        if self.lengths is None:
+            return sizes
+        longest = None if allocated else int(self.lengths.max())
+        for layer in self.layers:
+            sizes["window"] += layer.window.nbytes(longest)
+            if layer.store is not None:
+                used = None if allocated else int((self.lengths // layer.store.ratio).sum())
+                sizes["compressed"] += layer.store.entries.nbytes(used)
+                sizes["index"] += layer.store.index_keys.nbytes(used)
+                sizes["state"] += layer.store.open_group.nbytes(longest) if layer.store.open_group else 0
+        masks = [self.lengths, self._droppable] + ([self.column_mask] if self.column_mask is not None else [])
+        sizes["state"] += self.ngram_ids.nbytes(longest) + sum(t.nbytes for t in masks)
+        return sizes
+
+    def save(self, path: str) -> None:
+        """Write the cache to a safetensors file (no pickle); `load` reads it back equal."""
+        tensors, dtypes = {}, {}
+        for i, part in enumerate(self._parts):
+            for j, tensor in enumerate(part.parts or ()):
+                tensors[f"{i}.{j}"] = tensor.contiguous()
+                dtypes[str(i)] = str(part.dtype).removeprefix("torch.")
+        for name in ("lengths", "column_mask", "_droppable"):
+            if getattr(self, name) is not None:
+                tensors[name] = getattr(self, name).contiguous()
+        about = {k: getattr(self, k) for k in ("kv_format", "rollback", "max_length", "columns", "record_past")}
+        save_file(tensors, path, metadata={"dsv4_cache": json.dumps(about | {"dtypes": dtypes})})
+
+    @classmethod
+    def load(cls, path: str, config) -> Dsv4Cache:
+        r"""Read a cache that `save` wrote.
+
+        Raises:
+            OSError: if the file is not such a cache, or was made for another schedule.
+        """
+        with safe_open(path, framework="pt") as file:
+            about: dict[str, Any] = json.loads((file.metadata() or {}).get("dsv4_cache", "{}"))
+            if not about:
+                raise OSError(f"{path} is not a saved Dsv4Cache.")
+            cache = cls(config, about["kv_format"], about["rollback"], about["max_length"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        cache.columns, cache.record_past = about["columns"], about["record_past"]
+        for name in ("lengths", "column_mask", "_droppable"):
+            setattr(cache, name, tensors.pop(name, None))
+        parts = cache._parts
+        for key in sorted(tensors, key=lambda k: tuple(map(int, k.split(".")))):
+            index = int(key.split(".")[0])
+            if index >= len(parts):
+                raise OSError(f"{path} was made for another configuration: it has part {index} of {len(parts)}.")
+            parts[index].parts = (parts[index].parts or ()) + (tensors[key],)
+            parts[index].dtype = getattr(torch, about["dtypes"][str(index)])
+        return cache
+
+
+def cache_codecs(config, kv_format: str = "float") -> dict[str, CacheCodec]:
+    r"""Return the codec of each kind of value for a text configuration.
+
+    Args:
+        config (`Dsv41TextConfig`): `cache_rounding=False` switches all rounding off.
+        kv_format (`str`, *optional*, defaults to `"float"`): "packed" or "float".
+
+    Returns:
+        `{"window", "compressed", "index"}` -> `CacheCodec`.
+    """
+    codecs = {"window": WINDOW_FP8, "compressed": COMPRESSED_NVFP4, "index": INDEX_MXFP4}
+    if not config.cache_rounding:
+        return dict.fromkeys(codecs, UNROUNDED)
+    return codecs if kv_format == "packed" else {name: codec.as_float() for name, codec in codecs.items()}

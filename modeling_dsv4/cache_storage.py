@@ -1,0 +1,248 @@
+"""How the cache keeps values: codecs, the ring of the last tokens of each row, and the growing store of entries.
+
+A codec turns values into the tensors that are stored and back; packed storage reads back exactly what rounding gives,
+so `packed` and `float` caches produce the same logits. Rings and stores know nothing of attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from .fp_codecs import (
+    as_bytes,
+    dequantize_fp8,
+    dequantize_mxfp4,
+    dequantize_nvfp4,
+    quantize_fp8,
+    quantize_mxfp4,
+    quantize_nvfp4,
+    round_fp8,
+    round_mxfp4,
+    round_nvfp4,
+)
+from .sequence_layout import SequenceLayout, take_rows_from
+
+
+@dataclass(frozen=True)
+class CacheCodec:
+    r"""One storage format.
+
+    `rounded(x)` is what a value becomes by being stored; `encode(x)` the tensors that are kept for it (uint8 when
+    packed); `decode(parts, dtype)` the value again, equal to `rounded(x)` bit for bit.
+    """
+
+    rounded: Callable[[torch.Tensor], torch.Tensor]
+    quantize: Callable | None = None
+    dequantize: Callable | None = None
+
+    def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if self.quantize is None:
+            return (self.rounded(x).detach(),)
+        return tuple(as_bytes(part) for part in self.quantize(x.detach()))
+
+    def decode(self, parts: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
+        if self.quantize is None:
+            return parts[0]
+        return self.dequantize(*parts).to(dtype)
+
+    def as_float(self) -> CacheCodec:
+        """The same rounding, stored unpacked."""
+        return CacheCodec(self.rounded)
+
+
+def _unrounded(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _dequantize_fp8_bytes(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return dequantize_fp8(values.view(torch.float8_e4m3fn), scale)
+
+
+UNROUNDED = CacheCodec(_unrounded)
+WINDOW_FP8 = CacheCodec(round_fp8, quantize_fp8, _dequantize_fp8_bytes)
+COMPRESSED_NVFP4 = CacheCodec(round_nvfp4, quantize_nvfp4, dequantize_nvfp4)
+INDEX_MXFP4 = CacheCodec(round_mxfp4, quantize_mxfp4, dequantize_mxfp4)
+
+
+class TokenRing:
+    r"""Values of the last tokens of each row, right-aligned: slot i of `size` holds position length - size + i.
+
+    Slots of negative positions, and the oldest slots after a rollback, hold nothing of meaning; the cache keeps
+    count of how far a row may be rolled back (`Dsv4Cache.crop`).
+
+    Args:
+        size (`int`): tokens kept per row.
+        codec (`CacheCodec`): how they are stored.
+    """
+
+    def __init__(self, size: int, codec: CacheCodec):
+        self.size, self.codec = size, codec
+        self.parts: tuple[torch.Tensor, ...] | None = None
+        self.dtype: torch.dtype | None = None
+
+    def append(self, x: torch.Tensor, layout: SequenceLayout, *, keep_extra: int = 0) -> torch.Tensor:
+        r"""Add the new tokens of every row and return past and new values together.
+
+        Args:
+            x (`torch.Tensor` of shape `[B, S, ...]`): values before rounding, in shifted columns.
+            layout (`SequenceLayout`): of the call.
+            keep_extra (`int`, *optional*): slots kept beyond `size` until the next `trim` (verification of drafts).
+
+        Returns:
+            `torch.Tensor` of shape `[B, size + S, ...]`, dtype of `x`, rounded; column i holds position past - size + i.
+            The gradient flows to `x`, not to earlier calls.
+        """
+        fresh = self.codec.encode(x)
+        if self.parts is None:
+            self.dtype = x.dtype
+            self.parts = tuple(part.new_zeros(part.shape[0], self.size, *part.shape[2:]) for part in fresh)
+        past = self._last(self.size)
+        merged = tuple(torch.cat([old, new], dim=1) for old, new in zip(self.parts, fresh))
+        kept = min(self.size + keep_extra, merged[0].shape[1])
+        # A row with `new` real columns ends at column held + new, where padding starts.
+        held = self.parts[0].shape[1]
+        if layout.is_ragged:
+            self.parts = tuple(take_rows_from(part, held + layout.new - kept, kept) for part in merged)
+        else:
+            self.parts = tuple(part[:, -kept:].clone() for part in merged)
+        return torch.cat([self.codec.decode(past, x.dtype), self.codec.rounded(x)], dim=1)
+
+    def _last(self, count: int) -> tuple[torch.Tensor, ...]:
+        return tuple(part[:, -count:] if count else part[:, :0] for part in self.parts)
+
+    def trim(self) -> None:
+        """Keep `size` slots."""
+        if self.parts is not None:
+            self.parts = tuple(part.clone() for part in self._last(self.size))
+
+    def drop(self, count: torch.Tensor) -> None:
+        """Forget the last `count` (`[B]`, int64) tokens of each row, and trim to `size` slots."""
+        if self.parts is None:
+            return
+        held = self.parts[0].shape[1]
+        start = held - self.size - count
+        columns = (start[:, None] + torch.arange(self.size, device=count.device)).clamp(min=0)
+        rows = torch.arange(len(count), device=count.device)[:, None]
+        self.parts = tuple(part[rows, columns] for part in self.parts)
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Apply `function` to every stored tensor."""
+        if self.parts is not None:
+            self.parts = tuple(function(part) for part in self.parts)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.parts = None
+
+    def nbytes(self, tokens: int | None = None) -> int:
+        """Bytes held for all rows, or for at most `tokens` tokens of each."""
+        if self.parts is None:
+            return 0
+        share = 1.0 if tokens is None else min(tokens, self.parts[0].shape[1]) / max(self.parts[0].shape[1], 1)
+        return int(sum(part.nbytes for part in self.parts) * share)
+
+
+@dataclass(frozen=True)
+class EntryView:
+    r"""Read access to the entries of one store; entry j of every row is column j.
+
+    Args:
+        parts (tuple of `torch.Tensor`, each `[B, C, ...]`): stored tensors.
+        codec (`CacheCodec`): their format.
+        dtype (`torch.dtype`): of what is read.
+    """
+
+    parts: tuple[torch.Tensor, ...]
+    codec: CacheCodec
+    dtype: torch.dtype
+
+    @property
+    def count(self) -> int:
+        """Columns, the largest number of entries of any row."""
+        return self.parts[0].shape[1]
+
+    def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Return entries `start` to `stop` of every row, `[B, stop - start, D]`."""
+        return self.codec.decode(tuple(part[:, start:stop] for part in self.parts), self.dtype)
+
+    def gather(self, indices: torch.Tensor) -> torch.Tensor:
+        """Return the entries `indices` (`[B, T, K]`, integer; -1 reads entry 0) as `[B, T, K, D]`."""
+        flat = indices.clamp(min=0).flatten(1).long()
+        taken = tuple(
+            part.gather(1, flat[..., None].expand(-1, -1, part.shape[-1])).unflatten(1, indices.shape[1:])
+            for part in self.parts
+        )
+        return self.codec.decode(taken, self.dtype)
+
+
+class EntryStore:
+    r"""Compressed entries (or index keys) of one source layer: a buffer that grows by doubling.
+
+    Args:
+        codec (`CacheCodec`): how entries are stored.
+        capacity (`int` or `None`): fixed number of entries, allocated once, or `None` to grow.
+    """
+
+    def __init__(self, codec: CacheCodec, capacity: int | None = None):
+        self.codec, self.capacity = codec, capacity
+        self.parts: tuple[torch.Tensor, ...] | None = None
+        self.dtype: torch.dtype | None = None
+
+    def write(self, x: torch.Tensor, first: torch.Tensor, counts: torch.Tensor, total: int) -> EntryView:
+        r"""Write new entries of every row and return the view of all.
+
+        Args:
+            x (`torch.Tensor` of shape `[B, M, D]`): values before rounding; row b has `counts[b]` of them.
+            first (`torch.Tensor` of shape `[B]`, int64): column of each row's first new entry.
+            counts (`torch.Tensor` of shape `[B]`, int64): entries each row has afterwards.
+            total (`int`): largest of `counts`.
+
+        Returns:
+            `EntryView` of `total` columns. Where `x` needs a gradient, the new entries of the view carry it.
+        """
+        columns = first[:, None] + torch.arange(x.shape[1], device=x.device)
+        self._reserve(x, total)
+        rows, kept = torch.arange(len(first), device=x.device)[:, None].expand_as(columns), columns < counts[:, None]
+        where = (rows[kept], columns[kept])
+        if x.shape[1]:
+            for part, new in zip(self.parts, self.codec.encode(x)):
+                part[where] = new[kept]
+        view = EntryView(tuple(part[:, :total] for part in self.parts), self.codec, x.dtype)
+        if not (x.requires_grad and torch.is_grad_enabled()):
+            return view
+        values = view.read().clone().index_put(where, self.codec.rounded(x)[kept])
+        return EntryView((values,), UNROUNDED, x.dtype)
+
+    def _reserve(self, x: torch.Tensor, total: int) -> None:
+        """Make room for `total` entries, twice as much as was there when more is needed."""
+        held = 0 if self.parts is None else self.parts[0].shape[1]
+        if held >= max(total, 1):
+            return
+        if self.capacity is not None and total > self.capacity:
+            raise ValueError(f"the cache was made for {self.capacity} entries (max_length) and {total} are needed.")
+        size = self.capacity or max(total, 2 * held, 16)
+        sample = self.codec.encode(x.new_zeros(x.shape[0], 1, x.shape[2]))
+        grown = tuple(part.new_zeros(part.shape[0], size, *part.shape[2:]) for part in sample)
+        for old, new in zip(self.parts or (), grown):
+            new[:, :held] = old
+        self.parts, self.dtype = grown, x.dtype
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Apply `function` to every stored tensor."""
+        if self.parts is not None:
+            self.parts = tuple(function(part) for part in self.parts)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.parts = None
+
+    def nbytes(self, entries: int | None = None) -> int:
+        """Bytes allocated for all rows, or used by `entries` entries of all rows together."""
+        if self.parts is None:
+            return 0
+        if entries is None:
+            return sum(part.nbytes for part in self.parts)
+        return sum(part[0, 0].nbytes for part in self.parts) * entries

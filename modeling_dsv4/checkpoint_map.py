@@ -1,0 +1,174 @@
+"""Validated memory mapping of safetensors files.
+
+The library's reader touches a page of every tensor and reports a broken file without naming it. A released checkpoint
+has 96,085 tensors; mapping it here reads the headers only, checks them, and makes each tensor a view of the mapped
+file: ten microseconds a tensor and no memory of its own. Mappings are copy-on-write: nothing ever reaches the file.
+
+Format: 8 bytes little-endian header length, a JSON header `{name: {dtype, shape, data_offsets}}`, then the data.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+# The library's own bound on a header; a released shard has about 0.3 MB.
+MAX_HEADER_BYTES = 100_000_000
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where one tensor lies: file, dtype, shape, and its byte range inside the file."""
+
+    name: str
+    file: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def read_header(file: str) -> dict[str, TensorEntry]:
+    r"""Read and check the header of a safetensors file.
+
+    Args:
+        file (`str`): path.
+
+    Returns:
+        `dict[str, TensorEntry]` in file order.
+
+    Raises:
+        OSError: if the file is no safetensors file, is truncated, or its header contradicts it; names the file.
+    """
+    size = os.path.getsize(file)
+    with open(file, "rb") as handle:
+        prefix = handle.read(8)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or length > min(MAX_HEADER_BYTES, size - 8):
+            raise OSError(f"{file}: header of {length} bytes in a file of {size} bytes; truncated, or not safetensors.")
+        raw = handle.read(length)
+    try:
+        header = json.loads(raw, object_pairs_hook=_unique_keys)
+        header.pop("__metadata__", None)
+        entries = [_entry(name, item, file, 8 + length) for name, item in header.items()]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise OSError(f"{file}: broken safetensors header ({error}).") from error
+    _check_layout(sorted(entries, key=lambda entry: (entry.start, entry.stop)), file, 8 + length, size)
+    return {entry.name: entry for entry in entries}
+
+
+def _unique_keys(pairs):
+    keys = [key for key, _ in pairs]
+    if len(set(keys)) != len(keys):
+        raise ValueError(f"name given twice: {sorted({k for k in keys if keys.count(k) > 1})}")
+    return dict(pairs)
+
+
+def _entry(name: str, item: dict, file: str, base: int) -> TensorEntry:
+    start, stop = item["data_offsets"]
+    shape = tuple(item["shape"])
+    if item["dtype"] not in DTYPES:
+        raise ValueError(f"{name}: unknown dtype {item['dtype']!r}")
+    if not all(type(n) is int and n >= 0 for n in (*shape, start, stop)):
+        raise ValueError(f"{name}: shape {list(shape)} or offsets {[start, stop]} are not sizes")
+    dtype = DTYPES[item["dtype"]]
+    if stop - start != prod(shape) * dtype.itemsize:
+        raise ValueError(f"{name}: {stop - start} bytes for {item['dtype']} {list(shape)}")
+    return TensorEntry(name, file, dtype, shape, base + start, base + stop)
+
+
+def _check_layout(entries: list[TensorEntry], file: str, position: int, size: int) -> None:
+    for entry in entries:
+        if entry.start != position:
+            raise OSError(f"{file}: {entry.name} starts at byte {entry.start}, expected {position} (gap or overlap).")
+        position = entry.stop
+    if position != size:
+        problem = "truncated" if position > size else "trailing bytes"
+        raise OSError(f"{file}: {size} bytes, but the header describes {position} ({problem}).")
+
+
+def map_file(file: str, entries: dict[str, TensorEntry]) -> dict[str, torch.Tensor]:
+    r"""Return the tensors of a checked file as views of one private mapping; no byte is read.
+
+    Args:
+        file (`str`): path.
+        entries (`dict[str, TensorEntry]`): from `read_header(file)`.
+
+    Returns:
+        `dict[str, torch.Tensor]`, CPU, each with a storage object of its own.
+    """
+    with open(file, "rb") as handle:
+        mapping = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
+    tensors = {}
+    for name, entry in entries.items():
+        count = entry.stop - entry.start
+        if count == 0:
+            tensors[name] = torch.empty(entry.shape, dtype=entry.dtype)
+            continue
+        data = torch.frombuffer(mapping, dtype=torch.uint8, count=count, offset=entry.start)
+        if entry.start % entry.dtype.itemsize:  # legal in the format, but no tensor can view it
+            data = data.clone()
+        tensors[name] = data.view(entry.dtype).view(entry.shape)
+    return tensors
+
+
+def map_checkpoint(files: list[str]) -> tuple[dict[str, torch.Tensor], dict[str, TensorEntry]]:
+    r"""Map all shards of a checkpoint.
+
+    Args:
+        files (`list[str]`): paths of the shards.
+
+    Returns:
+        tensors and entries by name.
+
+    Raises:
+        OSError: if a file is broken or a name appears in two files; names file and tensor.
+    """
+    entries: dict[str, TensorEntry] = {}
+    headers = {file: read_header(file) for file in files}
+    for file, header in headers.items():
+        for name, entry in header.items():
+            if name in entries:
+                raise OSError(f"tensor {name} is in {entries[name].file} and in {file}.")
+            entries[name] = entry
+    tensors = {}
+    for file, header in headers.items():
+        tensors.update(map_file(file, header))
+    return tensors, entries
+
+
+def check_index(weight_map: dict[str, str], entries: dict[str, TensorEntry]) -> None:
+    """Compare an index (`weight_map` of `model.safetensors.index.json`) with what the shards hold.
+
+    Raises:
+        OSError: naming the tensors and files that disagree.
+    """
+    for name, shard in weight_map.items():
+        if name not in entries:
+            raise OSError(f"the index names {name} in {shard}, which does not hold it.")
+        actual = os.path.basename(entries[name].file)
+        if actual != os.path.basename(shard):
+            raise OSError(f"the index names {name} in {shard}, but it is in {actual}.")
+    extra = [name for name in entries if name not in weight_map]
+    if extra:
+        raise OSError(f"{entries[extra[0]].file} holds {len(extra)} tensors that the index does not name: {extra[:5]}.")

@@ -1,0 +1,167 @@
+"""Row layout: where the real tokens of each row are, for any padding.
+
+A batch arrives with padding on the left, on the right or nowhere. Inside the model every row is shifted so that its new
+tokens start at column 0 and padding comes last; position, group and window of a token then follow from its column and
+from how many tokens of the row came before, and every row equals its run alone. Outputs are shifted back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class SequenceLayout:
+    r"""The tokens of one forward call.
+
+    Args:
+        past (`torch.Tensor` of shape `[B]`, int64): real tokens of each row before this call.
+        new (`torch.Tensor` of shape `[B]`, int64): real tokens of each row in this call.
+        columns (`int`): columns of the call, padding included (S).
+        order (`torch.Tensor` of shape `[B, S]`, int64, or `None`): source column of each column; `None` if unchanged.
+        is_ragged (`bool`): whether rows differ in `new`.
+    """
+
+    past: torch.Tensor
+    new: torch.Tensor
+    columns: int
+    order: torch.Tensor | None = None
+    is_ragged: bool = False
+
+    @classmethod
+    def from_mask(cls, valid: torch.Tensor | None, past: torch.Tensor, columns: int) -> SequenceLayout:
+        r"""Make the layout of a call.
+
+        Args:
+            valid (`torch.Tensor` of shape `[B, S]`, bool, or `None`): real tokens; `None` when all are.
+            past (`torch.Tensor` of shape `[B]`, int64): real tokens of each row before this call.
+            columns (`int`): columns of the call.
+        """
+        if valid is None:
+            return cls(past, torch.full_like(past, columns), columns)
+        new = valid.sum(-1)
+        order = torch.argsort(~valid, dim=-1, stable=True)
+        unchanged = torch.equal(order, torch.arange(columns, device=order.device).expand_as(order))
+        return cls(past, new, columns, None if unchanged else order, is_ragged=bool((new != columns).any()))
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Real tokens of each row after this call, `[B]` int64."""
+        return self.past + self.new
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        """Position of every (shifted) column, `[B, S]` int64; columns of padding continue the count."""
+        return self.past[:, None] + torch.arange(self.columns, device=self.past.device)
+
+    @property
+    def real(self) -> torch.Tensor:
+        """Which (shifted) columns hold real tokens, `[B, S]` bool."""
+        return torch.arange(self.columns, device=self.new.device) < self.new[:, None]
+
+    def shift(self, x: torch.Tensor) -> torch.Tensor:
+        """Move the real tokens of `[B, S, ...]` to the front of their rows."""
+        return x if self.order is None else _take_columns(x, self.order)
+
+    def unshift(self, x: torch.Tensor) -> torch.Tensor:
+        """Undo `shift`; what lies at padding afterwards has no meaning."""
+        return x if self.order is None else _take_columns(x, torch.argsort(self.order, dim=-1))
+
+
+def _take_columns(x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    index = columns.view(*columns.shape, *[1] * (x.ndim - 2)).expand(*columns.shape, *x.shape[2:])
+    return x.gather(1, index)
+
+
+def take_rows_from(x: torch.Tensor, start: torch.Tensor, count: int) -> torch.Tensor:
+    r"""Return `count` consecutive columns of each row, from a start of its own.
+
+    Args:
+        x (`torch.Tensor` of shape `[B, N, ...]`).
+        start (`torch.Tensor` of shape `[B]`, int64): first column of each row.
+        count (`int`): columns.
+
+    Returns:
+        `torch.Tensor` of shape `[B, count, ...]`.
+    """
+    return _take_columns(x, start[:, None] + torch.arange(count, device=x.device))
+
+
+def read_attention_mask(
+    attention_mask: torch.Tensor | None, batch: int, columns: int, seen: int, seen_mask: torch.Tensor | None
+) -> torch.Tensor | None:
+    r"""Read which of the new columns are real from an attention mask.
+
+    Accepted: `None`; 2-D `[B, seen + S]` (1 = real), or `[B, S]` when nothing came before; 4-D causal masks
+    `[B or 1, 1, S, seen + S]`, boolean (True = attend) or additive, from which padding can be read. This architecture
+    chooses what a query attends; a mask that hides more than padding and the future is refused.
+
+    Args:
+        attention_mask: the mask as given to `forward`.
+        batch, columns (`int`): B and S of this call.
+        seen (`int`): columns of earlier calls that the cache holds.
+        seen_mask (`torch.Tensor` of shape `[B, seen]`, bool, or `None`): which of those were real; `None` = all.
+
+    Returns:
+        `torch.Tensor` of shape `[B, S]`, bool, or `None` when every column is real.
+
+    Raises:
+        ValueError: for another shape or content, or if the mask contradicts what the cache already holds.
+    """
+    if attention_mask is None:
+        return None
+    total = seen + columns
+    keep = _causal_to_padding(attention_mask, total) if attention_mask.ndim == 4 else attention_mask
+    if keep.ndim != 2 or keep.shape[0] not in (1, batch) or keep.shape[1] != total:
+        raise ValueError(
+            f"attention_mask has shape {list(attention_mask.shape)}; accepted: [{batch}, {total}] "
+            f"({seen} columns in the cache and {columns} new ones), or a causal [{batch}, 1, {columns}, {total}]."
+        )
+    keep = keep.bool().expand(batch, total)
+    if seen:
+        before = torch.ones_like(keep[:, :seen]) if seen_mask is None else seen_mask
+        if not torch.equal(keep[:, :seen], before):
+            raise ValueError("attention_mask differs from the mask with which the cached columns were computed.")
+    keep = keep[:, seen:]
+    if not keep.any(-1).all() and not seen:
+        raise ValueError("attention_mask has a row without a single real token.")
+    return None if bool(keep.all()) else keep
+
+
+def _causal_to_padding(mask: torch.Tensor, total: int) -> torch.Tensor:
+    """Reduce a causal `[B, 1, S, T]` mask to the padding `[B, T]` it was made from, or refuse it."""
+    allowed = mask if mask.dtype == torch.bool else mask >= 0
+    if allowed.shape[1] != 1 or allowed.shape[3] != total:
+        raise ValueError(f"attention_mask has shape {list(mask.shape)}; accepted: [B, 1, S, {total}].")
+    keep = allowed[:, 0, -1]
+    queries = allowed.shape[2]
+    causal = torch.ones(queries, total, dtype=torch.bool, device=mask.device).tril(total - queries)
+    expected = causal & keep[:, None]
+    # Rows of padded queries have no meaning, and libraries fill them differently.
+    real_query = keep[:, total - queries :, None]
+    if not torch.equal(allowed[:, 0] & real_query, expected & real_query):
+        raise ValueError("attention_mask is 4-D and hides more than padding and the future; accepted: causal masks.")
+    return keep
+
+
+def check_position_ids(position_ids: torch.Tensor | None, layout: SequenceLayout) -> None:
+    r"""Check that given positions are those of the layout (they follow from mask and cache).
+
+    Args:
+        position_ids (`torch.Tensor` of shape `[B or 1, S]`, integer, or `None`): as given to `forward`.
+
+    Raises:
+        ValueError: if a real token would get another position, as in packed documents.
+    """
+    if position_ids is None:
+        return
+    if position_ids.ndim != 2 or position_ids.shape[1] != layout.columns:
+        raise ValueError(f"position_ids has shape {list(position_ids.shape)}; accepted: [B, {layout.columns}].")
+    given = layout.shift(position_ids.to(layout.past.device).expand(len(layout.past), -1))
+    if not torch.equal(given[layout.real], layout.position_ids[layout.real]):
+        raise ValueError(
+            "position_ids must count the real tokens of each row from 0 (after the cached ones); "
+            "packed documents, whose positions restart, are not supported."
+        )
