@@ -185,6 +185,9 @@ class Row:
         config = self.config
         if layer in config["kv_source_layer_ids"]:
             self.compress(layer, x, freqs)
+        if config["index_topk"] is None:  # dense: every visible entry
+            ratio = config["compress_ratios"][layer]
+            return [list(range(attention.visible_count(t, ratio))) for t in range(self.length)]
         if layer in config["index_source_layer_ids"]:
             self.selected[layer] = self.index(layer, x, latent, freqs)
         return self.selected[source_of(layer, config["index_source_layer_ids"])]
@@ -198,12 +201,11 @@ class Row:
         latents = self.norm(f"{name}.compressor.norm", latents)
         positions = np.arange(len(latents)) * ratio
         self.compressed[layer] = self.cached("compressed", layer, attention.rotate_all(latents, positions, freqs))
-        keys = self.norm(f"{name}.indexer.k_norm", latents @ self.weights[f"{name}.indexer.wk.weight"].T)
-        self.keys[layer] = self.cached("index_keys", layer, attention.rotate_all(keys, positions, freqs))
-        self.record[f"compressed_kv.{layer}"], self.record[f"index_keys.{layer}"] = (
-            self.compressed[layer],
-            self.keys[layer],
-        )
+        self.record[f"compressed_kv.{layer}"] = self.compressed[layer]
+        if self.config["index_topk"] is not None:
+            keys = self.norm(f"{name}.indexer.k_norm", latents @ self.weights[f"{name}.indexer.wk.weight"].T)
+            self.keys[layer] = self.cached("index_keys", layer, attention.rotate_all(keys, positions, freqs))
+            self.record[f"index_keys.{layer}"] = self.keys[layer]
 
     def index(self, layer, x, latent, freqs):
         """Score and select for an index-source layer; the candidate source also sets the candidates."""
