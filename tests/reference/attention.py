@@ -8,25 +8,34 @@ from .mhc import softmax
 
 
 def frequencies(config, compressed_layer):
-    """Return the rotary frequencies [rotary dims / 2], as float32 numbers, of a window-only or a compressed layer."""
-    width = config["qk_rope_head_dim"]
+    """Return the rotary frequencies [rotary dims / 2], float32, of a window-only or a compressed layer.
+
+    Every step is rounded to float32, as 1 / theta^(2i / d) is computed in practice: the correctly rounded theta^(-2i / d) is
+    another float32 number for some i, which moves an angle by enough to change an FP8 code (golden text_100).
+    """
+    one, width = np.float32(1), config["qk_rope_head_dim"]
     theta = config["compress_rope_theta"] if compressed_layer else config["rope_theta"]
-    plain = [theta ** (-2 * i / width) for i in range(width // 2)]
+    exponents = [np.float32(2 * i) / np.float32(width) for i in range(width // 2)]
+    plain = [one / np.float32(theta ** float(e)) for e in exponents]
     if not compressed_layer:
         return np.array(plain, dtype=np.float32)
-    yarn = config["rope_scaling"]
-    length = yarn["original_max_position_embeddings"]
+    low, high = yarn_range(config, theta)
+    factor, result = np.float32(config["rope_scaling"]["factor"]), []
+    for i, f in enumerate(plain):
+        ramp = np.float32(min(max((i - low) / max(high - low, 1e-3), 0.0), 1.0))
+        result.append(f / factor * ramp + f * (one - ramp))
+    return np.array(result, dtype=np.float32)
 
-    def dimension(rotations):
+
+def yarn_range(config, theta):
+    """Return (low, high): the frequency indices between which YaRN passes from unchanged to divided by its factor."""
+    yarn, width = config["rope_scaling"], config["qk_rope_head_dim"]
+
+    def index(rotations):
+        length = yarn["original_max_position_embeddings"]
         return width * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = max(math.floor(dimension(yarn["beta_fast"])), 0)
-    high = min(math.ceil(dimension(yarn["beta_slow"])), width - 1)
-    result = []
-    for i, f in enumerate(plain):
-        ramp = min(max((i - low) / max(high - low, 1e-3), 0.0), 1.0)
-        result.append(f / yarn["factor"] * ramp + f * (1 - ramp))
-    return np.array(result, dtype=np.float32)
+    return max(math.floor(index(yarn["beta_fast"])), 0), min(math.ceil(index(yarn["beta_slow"])), width - 1)
 
 
 def rotate(x, position, freqs, inverse=False):

@@ -137,6 +137,24 @@ def round_nvfp4(values):
     return _scaled(decode_e2m1(codes), decode_e4m3(scale), 16)
 
 
+def nearest_tie(values, kind):
+    """Return, for every value, the nearest value halfway between two codes of its block's scale.
+
+    `kind` is "fp8", "mxfp4" or "nvfp4". Two correct implementations may take different codes for a value that lies within
+    float32 noise of its tie; whether a difference is of that sort is what this tells.
+    """
+    quantize, decode_scale, magnitudes, size = {
+        "fp8": (quantize_fp8, decode_e8m0, E4M3_MAGNITUDES, 32),
+        "mxfp4": (quantize_mxfp4, decode_e8m0, E2M1_MAGNITUDES, 32),
+        "nvfp4": (quantize_nvfp4, decode_e4m3, E2M1_MAGNITUDES, 16),
+    }[kind]
+    values = np.asarray(values, dtype=np.float64)
+    scale = np.repeat(decode_scale(quantize(values)[1]), size, axis=-1)
+    middles = (magnitudes[1:] + magnitudes[:-1]) / 2
+    nearest = np.abs(np.abs(values / scale)[..., None] - middles).argmin(axis=-1)
+    return np.copysign(middles[nearest] * scale, values)
+
+
 def unpack_fp4(packed):
     """Return E2M1 codes [..., 2 * n] of bytes [..., n]: the even column is the low nibble."""
     packed = np.asarray(packed).view(np.uint8)

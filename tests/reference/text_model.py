@@ -5,6 +5,7 @@ released names. Nothing is rounded except what the options ask for:
 
     rounding          the released rounding of window KV, compressed KV, index queries and keys
     linear_rounding   the FP8 rounding of the inputs of FP8 / FP4 linears as well
+    moved             single codes to put on the other side of their rounding tie (to explain a difference of one code)
 """
 
 import json
@@ -16,8 +17,9 @@ from safetensors.torch import load_file
 
 from . import attention, engram, experts, formats, mhc
 
-IDENTITY = {"window": lambda x: x, "compressed": lambda x: x, "index": lambda x: x}
-ROUNDED = {"window": formats.round_fp8, "compressed": formats.round_nvfp4, "index": formats.round_mxfp4}
+# What is rounded where: cache part -> format.
+FORMATS = {"window": "fp8", "compressed": "nvfp4", "index_keys": "mxfp4", "index_queries": "mxfp4"}
+ROUND = {"fp8": formats.round_fp8, "nvfp4": formats.round_nvfp4, "mxfp4": formats.round_mxfp4}
 
 
 def load_config(folder):
@@ -65,11 +67,11 @@ def source_of(layer, sources):
 class Row:
     """One unpadded row of tokens on its way through the layers; `record` collects what the layers produce."""
 
-    def __init__(self, weights, config, length, image_mask, rounding, linear_rounding):
+    def __init__(self, weights, config, length, image_mask, rounding, linear_rounding, moved):
         self.weights, self.config, self.length = weights, config, length
         self.image_mask = np.zeros(length, dtype=bool) if image_mask is None else image_mask
-        self.rounding = ROUNDED if rounding else IDENTITY
-        self.round_input = formats.round_fp8 if linear_rounding else IDENTITY["window"]
+        self.rounding, self.moved = rounding, moved
+        self.round_input = formats.round_fp8 if linear_rounding else lambda x: x
         self.eps = config["rms_norm_eps"]
         self.record = {}
         self.compressed, self.keys, self.selected = {}, {}, {}
@@ -78,6 +80,18 @@ class Row:
     def linear(self, name, x):
         """Apply an FP8 linear to x [..., I]."""
         return self.round_input(x) @ self.weights[name + ".weight"].T
+
+    def cached(self, part, layer, x):
+        """Return what a cache part hands back for x [S, ..., D]: rounded, unless rounding is off."""
+        if not self.rounding:
+            return x
+        x = np.array(x)
+        for moved_part, moved_layer, index in self.moved:
+            if (moved_part, moved_layer) == (part, layer):
+                tie = formats.nearest_tie(x, FORMATS[part])[index]
+                self.record.setdefault("moved_by", []).append(abs(x[index] - tie))
+                x[index] = tie * (1 - 1e-6) if abs(x[index]) > abs(tie) else tie * (1 + 1e-6)
+        return ROUND[FORMATS[part]](x)
 
     def norm(self, name, x):
         """Apply the RMSNorm of this name."""
@@ -149,7 +163,7 @@ class Row:
         queries = self.linear(f"{name}.wq_b", latent).reshape(self.length, -1, config["head_dim"])
         queries = attention.rotate_all(queries, positions, freqs)
         window = attention.rotate_all(self.norm(f"{name}.kv_norm", self.linear(f"{name}.wkv", x)), positions, freqs)
-        window = self.rounding["window"](window)
+        window = self.cached("window", layer, window)
         selected = self.select(layer, x, latent, freqs) if ratio else [[]] * self.length
         output = np.zeros_like(x)
         for t in range(self.length):
@@ -171,6 +185,9 @@ class Row:
         config = self.config
         if layer in config["kv_source_layer_ids"]:
             self.compress(layer, x, freqs)
+        if config["index_topk"] is None:  # dense: every visible entry
+            ratio = config["compress_ratios"][layer]
+            return [list(range(attention.visible_count(t, ratio))) for t in range(self.length)]
         if layer in config["index_source_layer_ids"]:
             self.selected[layer] = self.index(layer, x, latent, freqs)
         return self.selected[source_of(layer, config["index_source_layer_ids"])]
@@ -183,13 +200,12 @@ class Row:
             latents = attention.pool_groups(latents, x @ self.weights[f"{name}.compressor.wgate.weight"].T, ratio)
         latents = self.norm(f"{name}.compressor.norm", latents)
         positions = np.arange(len(latents)) * ratio
-        self.compressed[layer] = self.rounding["compressed"](attention.rotate_all(latents, positions, freqs))
-        keys = self.norm(f"{name}.indexer.k_norm", latents @ self.weights[f"{name}.indexer.wk.weight"].T)
-        self.keys[layer] = self.rounding["index"](attention.rotate_all(keys, positions, freqs))
-        self.record[f"compressed_kv.{layer}"], self.record[f"index_keys.{layer}"] = (
-            self.compressed[layer],
-            self.keys[layer],
-        )
+        self.compressed[layer] = self.cached("compressed", layer, attention.rotate_all(latents, positions, freqs))
+        self.record[f"compressed_kv.{layer}"] = self.compressed[layer]
+        if self.config["index_topk"] is not None:
+            keys = self.norm(f"{name}.indexer.k_norm", latents @ self.weights[f"{name}.indexer.wk.weight"].T)
+            self.keys[layer] = self.cached("index_keys", layer, attention.rotate_all(keys, positions, freqs))
+            self.record[f"index_keys.{layer}"] = self.keys[layer]
 
     def index(self, layer, x, latent, freqs):
         """Score and select for an index-source layer; the candidate source also sets the candidates."""
@@ -197,7 +213,7 @@ class Row:
         source = source_of(layer, config["kv_source_layer_ids"])
         ratio, heads, width = config["compress_ratios"][layer], config["index_n_heads"], config["index_head_dim"]
         queries = self.linear(f"{name}.wq_b", latent).reshape(self.length, heads, width)
-        queries = self.rounding["index"](attention.rotate_all(queries, np.arange(self.length), freqs))
+        queries = self.cached("index_queries", layer, attention.rotate_all(queries, np.arange(self.length), freqs))
         weights = x @ self.weights[f"{name}.weights_proj.weight"].T * (width**-0.5 * heads**-0.5)
         restricted = config["candidate_source_layer_id"] in range(source, layer)
         selected, candidates = [], []
@@ -254,6 +270,7 @@ def forward(
     token_map=None,
     rounding=True,
     linear_rounding=False,
+    moved=(),
 ):
     """Run the text model on [B, S] token ids, each row alone and without its padding.
 
@@ -264,6 +281,10 @@ def forward(
         attention_mask (array [B, S], *optional*): 0 = padding, on either side.
         image_mask (array [B, S] bool, *optional*): positions of image spans, delimiters included.
         image_embeds (array [B, S, D], *optional*): embeddings that replace those of the tokens where `image_mask` is true.
+        rounding (bool): the released rounding of the cache parts.
+        linear_rounding (bool): FP8 rounding of the inputs of FP8 / FP4 linears.
+        moved (sequence of (part, layer, index)): codes of the only row to take from the other side of their tie; `part` is a
+            key of `FORMATS`, `index` a full index into the rounded array of the row.
         token_map (list, *optional*): compressed token ids (`engram.build_token_map`); None: ids are used as they are.
 
     Returns:
@@ -271,7 +292,8 @@ def forward(
         (normalised); `layer_input.i`, `attn_out.i`, `ffn_out.i` [B, S, D]; `streams.i`, `engram_out.i` [B, S, N, D];
         `pre_mix.i` [B, S, N]; `comb.<site>` [B, S, N, N]; `router_idx.i`, `router_w.i` [B, S, k];
         `engram_hash` [B, S, layers, rows]; `topk.i` [B, S, index_topk] sorted, -1 = none.
-        Per row, as lists: `compressed_kv.i` [C, c], `index_keys.i` [C, d], `candidates.i` (positions per token).
+        Per row, as lists: `compressed_kv.i` [C, c], `index_keys.i` [C, d], `candidates.i` (positions per token), `moved_by`
+        (how far each moved code was from its tie).
     """
     input_ids = np.asarray(input_ids)
     mask = np.ones(input_ids.shape, bool) if attention_mask is None else np.asarray(attention_mask).astype(bool)
@@ -286,7 +308,7 @@ def forward(
         hashes = (
             engram.row_ids(ids[at], text_config, token_map, image_row) if text_config["engram_layer_ids"] else None
         )
-        row = Row(weights, text_config, len(at), image_row, rounding, linear_rounding)
+        row = Row(weights, text_config, len(at), image_row, rounding, linear_rounding, moved)
         record = row.run(embeddings, hashes)
         if hashes is not None:
             record["engram_hash"] = hashes
@@ -298,7 +320,7 @@ def _place(result, record, b, at, shape, topk):
     """Put the record of one row into the arrays of the batch."""
     for key, value in record.items():
         kind = key.split(".")[0]
-        if kind in ("compressed_kv", "index_keys", "candidates"):
+        if kind in ("compressed_kv", "index_keys", "candidates", "moved_by"):
             result.setdefault(key, []).append(value)
             continue
         if kind == "topk":
