@@ -1,0 +1,109 @@
+"""Engram: sparsely addressed memory that is gated into the residual streams.
+
+        rows [B, S, 24] ──gather──> [B, S, 24 * 256] ──kv_proj──> key per stream, one value
+        streams ── gate(stream . key) * value ──> added to each stream
+
+Sources: V4.1 report section 2.4.2 (no short convolution), contract section 8.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from .fp_codecs import dequantize_rows
+from .host_tensors import HostTensors
+from .layers import Dsv4Linear
+from .sparse_attention import wide
+
+# Channels that share one scale in a packed table.
+TABLE_BLOCK = 32
+
+
+def engram_gate(
+    streams: torch.Tensor, keys: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, *, eps: float
+) -> torch.Tensor:
+    r"""Return how far each stream opens for its memory.
+
+    Implements contract section 8: d = sum(h w_q w_k key) / (rms(h) rms(key) sqrt(D)),
+    gate = sigmoid(sign(d) sqrt(max(|d|, 1e-6))).
+
+    Args:
+        streams (`torch.Tensor` of shape `[B, S, N, D]`).
+        keys (`torch.Tensor` of shape `[B, S, N, D]`): one key per stream.
+        q_weight, k_weight (`torch.Tensor` of shape `[N, D]`).
+        eps (`float`): of both mean squares.
+
+    Returns:
+        `torch.Tensor` of shape `[B, S, N]`, float32 (float64 for float64 inputs): probabilities.
+    """
+    h, key = wide(streams), wide(keys)
+    dot = (h * (wide(q_weight) * wide(k_weight)) * key).sum(-1)
+    dot = dot * torch.rsqrt(h.square().mean(-1) + eps) * torch.rsqrt(key.square().mean(-1) + eps) * h.shape[-1] ** -0.5
+    return torch.sigmoid(torch.copysign(dot.abs().clamp(min=1e-6).sqrt(), dot))
+
+
+class Dsv4EngramTable(nn.Embedding):
+    """Float table `weight` `[rows, head_dim]`."""
+
+    def gather(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the rows `rows` `[...]` as `[..., head_dim]` in `dtype`."""
+        return self(rows).to(dtype)
+
+
+class Dsv4PackedEngramTable(HostTensors):
+    """The file's own table on the host: `weight` `[rows, head_dim]` FP8 and `weight_scale_inv` `[rows, head_dim / 32]`."""
+
+    def __init__(self, rows: int, head_dim: int, scale_dtype: torch.dtype):
+        scale_shape = (rows, -(-head_dim // TABLE_BLOCK))
+        super().__init__(
+            {"weight": ((rows, head_dim), torch.float8_e4m3fn), "weight_scale_inv": (scale_shape, scale_dtype)}
+        )
+
+    def gather(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        r"""Return the rows `rows` `[...]` as `[..., head_dim]` in `dtype`, on the device of `rows`.
+
+        Each row is read once, in ascending order: a cold table is read forward, without repetition.
+        """
+        wanted, inverse = rows.cpu().unique(return_inverse=True)
+        values = self.host_tensor("weight").view(torch.uint8)[wanted].view(torch.float8_e4m3fn)
+        scale = self.host_tensor("weight_scale_inv")
+        scale = scale.view(torch.uint8)[wanted].view(scale.dtype) if scale.itemsize == 1 else scale[wanted]
+        unpacked = dequantize_rows(values, scale, block=TABLE_BLOCK, dtype=dtype)
+        return unpacked[inverse].to(rows.device)
+
+
+class Dsv4EngramMemory(nn.Module):
+    """Table, key and value projection, and gate weights of one Engram layer."""
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__()
+        streams, hidden = config.hc_mult, config.hidden_size
+        rows = config.engram_num_embeddings[config.engram_layer_ids.index(layer_idx)]
+        lookups = (config.engram_max_ngram_size - 1) * config.engram_n_heads
+        self.embedding = Dsv4EngramTable(rows, config.engram_head_dim)
+        self.kv_proj = Dsv4Linear(lookups * config.engram_head_dim, (streams + 1) * hidden)
+        self.q_weight = nn.Parameter(torch.ones(streams, hidden))
+        self.k_weight = nn.Parameter(torch.ones(streams, hidden))
+        self.eps = config.rms_norm_eps
+
+    def forward(
+        self, streams: torch.Tensor, rows: torch.Tensor, image_mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        r"""Add the gated memory to every stream.
+
+        Args:
+            streams (`torch.Tensor` of shape `[B, S, N, D]`).
+            rows (`torch.Tensor` of shape `[B, S, (size - 1) * heads]`, int64): from `Dsv4NgramHash`.
+            image_mask (`torch.Tensor` of shape `[B, S]`, bool, *optional*): positions whose gate is 0.
+
+        Returns:
+            `torch.Tensor` of shape `[B, S, N, D]`, dtype of the streams.
+        """
+        count, hidden = streams.shape[-2:]
+        projected = self.kv_proj(self.embedding.gather(rows, streams.dtype).flatten(-2))
+        keys, value = projected.split([count * hidden, hidden], dim=-1)
+        gate = engram_gate(streams, keys.unflatten(-1, (count, hidden)), self.q_weight, self.k_weight, eps=self.eps)
+        if image_mask is not None:
+            gate = gate.masked_fill(image_mask[..., None], 0.0)
+        return (wide(streams) + gate[..., None] * wide(value)[..., None, :]).to(streams.dtype)

@@ -1,0 +1,124 @@
+"""Manifold-constrained hyper-connections: several residual streams, mixed by doubly stochastic matrices.
+
+        streams [B, S, N, D] ──┬─ coefficients ──> pre A [B, S, N]   post C [B, S, N]   comb M [B, S, N, N]
+                               ├─ collapse by a pre ──> x [B, S, D] ──> sublayer ──> y [B, S, D]
+                               └─ expand:  streams'[k] = C[k] * y + sum_j M[j, k] * streams[j]
+
+Single-pass (V4.1): a site collapses by the A that the site before it predicted, so that one pass over the streams can
+mix, predict and collapse; the first site uses stream 0. Multi-pass (V4): a site collapses by its own A.
+
+Sources: V4 report section 2.2, V4.1 report section 2.4.1, contract section 4.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from .sparse_attention import wide
+
+
+def sinkhorn_normalize(logits: torch.Tensor, *, iterations: int, eps: float) -> torch.Tensor:
+    r"""Turn logits into a nearly doubly stochastic matrix by alternating normalisation.
+
+    Implements contract section 4: softmax over the last axis plus eps stands for the first row step; then `iterations`
+    column steps (axis -2) with a row step (axis -1) between each two; every divisor has eps added.
+
+    Args:
+        logits (`torch.Tensor` of shape `[..., N, N]`, float32): first index = source stream.
+        iterations (`int`): column steps.
+        eps (`float`): floor.
+
+    Returns:
+        `torch.Tensor` of shape `[..., N, N]`, float32: non-negative, columns sum to 1 up to eps.
+    """
+    matrix = logits.softmax(dim=-1) + eps
+    matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
+    for _ in range(iterations - 1):
+        matrix = matrix / (matrix.sum(-1, keepdim=True) + eps)
+        matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
+    return matrix
+
+
+def hyper_connection_coefficients(
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    iterations: int,
+    eps: float,
+    norm_eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    r"""Predict the mixing coefficients of one site from its streams.
+
+    Implements contract section 4: u = (fn @ x) / rms(x) for the flattened streams x (the division comes after the
+    projection); A = sigmoid(u_A s_0 + b_A) + eps, C = 2 sigmoid(u_C s_1 + b_C), M = sinkhorn(u_M s_2 + b_M).
+
+    Args:
+        streams (`torch.Tensor` of shape `[B, S, N, D]`).
+        fn (`torch.Tensor` of shape `[N * (N + 2), N * D]`, float32).
+        base (`torch.Tensor` of shape `[N * (N + 2)]`, float32) and scale (`[3]`, float32).
+        iterations, eps: of `sinkhorn_normalize`. norm_eps (`float`): of the root mean square.
+
+    Returns:
+        pre A `[B, S, N]`, post C `[B, S, N]`, comb M `[B, S, N, N]` (source, destination), all float32 or wider.
+    """
+    count = streams.shape[-2]
+    x = wide(streams).flatten(-2)
+    u = (x @ fn.to(x.dtype).mT) * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm_eps)
+    pre, post, comb = u.split([count, count, count * count], dim=-1)
+    pre_base, post_base, comb_base = base.to(x.dtype).split([count, count, count * count])
+    pre = torch.sigmoid(pre * scale[0] + pre_base) + eps
+    post = 2 * torch.sigmoid(post * scale[1] + post_base)
+    comb = (comb * scale[2] + comb_base).unflatten(-1, (count, count))
+    return pre, post, sinkhorn_normalize(comb, iterations=iterations, eps=eps)
+
+
+def collapse_streams(streams: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
+    """Return sum_s pre[s] * streams[s]: `[B, S, N, D]` and `[B, S, N]` -> `[B, S, D]`, dtype of the streams."""
+    return (pre[..., None] * wide(streams)).sum(-2).to(streams.dtype)
+
+
+def expand_streams(
+    streams: torch.Tensor, output: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
+) -> torch.Tensor:
+    r"""Mix the streams and add a sublayer's output to each:  out[k] = post[k] * y + sum_j comb[j, k] * streams[j].
+
+    Args:
+        streams (`torch.Tensor` of shape `[B, S, N, D]`).
+        output (`torch.Tensor` of shape `[B, S, D]`): y.
+        post (`torch.Tensor` of shape `[B, S, N]`) and comb (`[B, S, N, N]`: source, destination), float32 or wider.
+
+    Returns:
+        `torch.Tensor` of shape `[B, S, N, D]`, dtype of the streams.
+    """
+    mixed = comb.mT @ wide(streams)
+    return (post[..., None] * wide(output)[..., None, :] + mixed).to(streams.dtype)
+
+
+class Dsv4HyperConnection(nn.Module):
+    """Parameters of one site: `fn` `[N * (N + 2), N * D]`, `base` `[N * (N + 2)]`, `scale` `[3]`, all float32."""
+
+    def __init__(self, config):
+        super().__init__()
+        count = config.hc_mult
+        self.fn = nn.Parameter(torch.empty(count * (count + 2), count * config.hidden_size, dtype=torch.float32))
+        self.base = nn.Parameter(torch.empty(count * (count + 2), dtype=torch.float32))
+        self.scale = nn.Parameter(torch.empty(3, dtype=torch.float32))
+        self.settings = {
+            "iterations": config.hc_sinkhorn_iters,
+            "eps": config.hc_eps,
+            "norm_eps": config.rms_norm_eps,
+        }
+
+    def forward(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return pre, post and comb of `streams` `[B, S, N, D]` (see `hyper_connection_coefficients`)."""
+        return hyper_connection_coefficients(streams, self.fn, self.base, self.scale, **self.settings)
+
+
+def first_pre(streams: torch.Tensor) -> torch.Tensor:
+    """Return the pre of the first site, stream 0 alone (contract section 4, item 1): `[B, S, N]`, float32 or wider."""
+    pre = torch.zeros_like(wide(streams[..., 0]))
+    pre[..., 0] = 1
+    return pre

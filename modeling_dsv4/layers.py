@@ -1,0 +1,205 @@
+"""Shared building blocks: RMSNorm, the linear layers that can hold packed weights, the clamped SwiGLU, the head.
+
+`Dsv4Linear` is every matrix that the release stores in FP8. It holds either a float weight or the file's bytes (FP8
+tiles and their scales) and computes the same thing from both: the input is rounded to FP8 when asked, the weight is
+dequantised exactly, products are summed in float32.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .fp_codecs import dequantize_fp8_tiles, round_fp8
+from .sparse_attention import wide
+
+# Rows of a packed weight that are dequantised at a time hold at most this many elements.
+MAX_UNPACKED_ELEMENTS = 1 << 24
+
+
+class Dsv4RMSNorm(nn.Module):
+    """RMSNorm whose product with the weight is taken in float32 before the single cast (contract section 3)."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise `[..., D]`; dtype of `x`."""
+        return (wide(self.weight) * unit_rms(wide(x), self.eps)).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.eps}"
+
+
+def unit_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """Divide `[..., D]` by its root mean square over the last axis."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
+    r"""Return silu(min(gate, limit)) * clamp(up, -limit, limit) in float32 or wider (contract section 7).
+
+    Args:
+        gate, up (`torch.Tensor` of shape `[..., I]`, any float dtype).
+        limit (`float`): bound; the gate is bounded above only.
+
+    Returns:
+        `torch.Tensor` of shape `[..., I]`, float32 (float64 for float64 inputs).
+    """
+    return F.silu(wide(gate).clamp(max=limit)) * wide(up).clamp(-limit, limit)
+
+
+class _PackedMatmul(torch.autograd.Function):
+    """x @ W.T for FP8 tiles W, unpacked a block of rows at a time, forward and backward; nothing unpacked is kept."""
+
+    @staticmethod
+    def forward(ctx, x, weight, scale, block_size):
+        ctx.save_for_backward(weight, scale)
+        ctx.block_size = block_size
+        pieces = [x @ rows.mT for _, rows in _unpacked_rows(weight, scale, block_size, x.dtype)]
+        return torch.cat(pieces, dim=-1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        weight, scale = ctx.saved_tensors
+        blocks = _unpacked_rows(weight, scale, ctx.block_size, grad.dtype)
+        return sum(grad[..., part] @ rows for part, rows in blocks), None, None, None
+
+
+def _unpacked_rows(weight, scale, block_size, dtype):
+    """Yield (slice of output features, their float rows), a whole number of tile rows at a time."""
+    tile = block_size[0]
+    step = max(1, MAX_UNPACKED_ELEMENTS // (weight.shape[1] * tile)) * tile
+    for start in range(0, weight.shape[0], step):
+        part = slice(start, min(start + step, weight.shape[0]))
+        tiles = scale[start // tile : -(-part.stop // tile)]
+        yield part, dequantize_fp8_tiles(weight[part], tiles, block_size=block_size, dtype=dtype)
+
+
+class Dsv4Linear(nn.Linear):
+    r"""Linear layer without bias that the release stores as FP8 tiles.
+
+    Float: `weight` `[O, I]` in the model's dtype. Packed (after `pack`): `weight` `[O, I]` float8_e4m3fn and
+    `weight_scale_inv` `[ceil(O / rows), ceil(I / cols)]` (value = weight * scale; the name is transformers'). Packed
+    tensors never require a gradient and never change dtype; the gradient flows to the input, straight through the
+    rounding, so adapters train over them.
+
+    Args:
+        in_features, out_features (`int`).
+        rounds_input (`bool`, *optional*, defaults to `True`): whether the release rounds this layer's input to FP8
+            (contract section 2); done when `quantize_activations` is set.
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, rounds_input: bool = True):
+        super().__init__(in_features, out_features, bias=False)
+        self.register_parameter("weight_scale_inv", None)
+        self.block_size = (32, 32)
+        self.rounds_input = rounds_input
+        self.quantize_activations = False
+
+    def pack(self, block_size: tuple[int, int], scale_dtype: torch.dtype) -> None:
+        """Switch to packed storage, with empty tensors of the packed shapes on the device of the weight."""
+        (rows, cols), (out_features, in_features) = block_size, self.weight.shape
+        device = self.weight.device
+        values = torch.empty(out_features, in_features, dtype=torch.float8_e4m3fn, device=device)
+        scale = torch.empty(-(-out_features // rows), -(-in_features // cols), dtype=scale_dtype, device=device)
+        self.block_size = tuple(block_size)
+        self.weight = nn.Parameter(values, requires_grad=False)
+        self.weight_scale_inv = nn.Parameter(scale, requires_grad=False)
+
+    @property
+    def is_packed(self) -> bool:
+        return self.weight_scale_inv is not None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map `[..., I]` to `[..., O]`; dtype of `x`."""
+        return self._multiply(self._rounded_input(x))
+
+    def _rounded_input(self, x: torch.Tensor) -> torch.Tensor:
+        # One scale spans as many channels as a tile has columns (32 in V4.1, 128 in V4).
+        return round_fp8(x, block=self.block_size[1]) if self.rounds_input and self.quantize_activations else x
+
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_packed:
+            return F.linear(x, self.weight)
+        return _PackedMatmul.apply(x, self.weight, self.weight_scale_inv, self.block_size)
+
+    def float_weight(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight `[O, I]` in `dtype`, dequantised if packed."""
+        if not self.is_packed:
+            return self.weight.to(dtype)
+        return dequantize_fp8_tiles(self.weight, self.weight_scale_inv, block_size=self.block_size, dtype=dtype)
+
+    def _apply(self, fn, recurse=True):
+        if not self.is_packed:
+            return super()._apply(fn, recurse)
+        # Moving is applied to the bytes: a cast (`.to(dtype)`, `.half()`) cannot reach them.
+        for name, parameter in list(self._parameters.items()):
+            if parameter is not None:
+                moved = fn(parameter.data.view(torch.uint8)).view(parameter.dtype)
+                self._parameters[name] = nn.Parameter(moved, requires_grad=False)
+        return self
+
+
+class Dsv4GroupedLinear(Dsv4Linear):
+    r"""Output projection with one matrix per group of heads (contract section 6).
+
+    Args:
+        in_features (`int`): channels of one group.
+        out_features (`int`): channels of all groups together.
+        groups (`int`): group g maps its channels by rows g * O / G to (g + 1) * O / G - 1 of the weight.
+    """
+
+    def __init__(self, in_features: int, out_features: int, groups: int):
+        super().__init__(in_features, out_features, rounds_input=False)
+        self.groups = groups
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map `[..., G, I]` to `[..., O]`; dtype of `x`."""
+        weight = self.float_weight(x.dtype).unflatten(0, (self.groups, -1))
+        return torch.einsum("...gi,gri->...gr", x, weight).flatten(-2)
+
+
+class Dsv4MLP(nn.Module):
+    """SwiGLU block with clamped pre-activations; the shared expert (contract section 7)."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, limit: float):
+        super().__init__()
+        self.gate_proj = Dsv4Linear(hidden_size, intermediate_size)
+        self.up_proj = Dsv4Linear(hidden_size, intermediate_size)
+        self.down_proj = Dsv4Linear(intermediate_size, hidden_size)
+        self.limit = limit
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map `[..., H]` to `[..., H]`; dtype of `x`."""
+        return self.down_proj(clamped_swiglu(self.gate_proj(x), self.up_proj(x), self.limit).to(x.dtype))
+
+
+class Dsv4Head(nn.Linear):
+    """Prediction head whose logits are float32 products of float32 copies (contract section 4, item 3).
+
+    The matrix keeps its dtype; it is widened a block of rows at a time.
+    """
+
+    def __init__(self, hidden_size: int, vocab_size: int):
+        super().__init__(hidden_size, vocab_size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map `[..., H]` to logits `[..., V]`, float32 (float64 for float64 inputs)."""
+        step = max(1, MAX_UNPACKED_ELEMENTS // self.in_features)
+        rows = [self.weight] if self.weight.dtype == wide(x).dtype else self.weight.split(step)
+        return torch.cat([F.linear(wide(x), part.to(wide(x).dtype)) for part in rows], dim=-1)
+
+
+class Dsv4PlainLinear(nn.Linear):
+    """Linear layer without bias that the release keeps in BF16; a wider stored weight is used in the input's dtype."""
+
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__(in_features, out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map `[..., I]` to `[..., O]`; dtype of `x`."""
+        return F.linear(x, self.weight.to(x.dtype))

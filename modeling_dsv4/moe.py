@@ -1,0 +1,202 @@
+"""Mixture of experts: sqrt-softplus routing with a selection bias per modality, routed and shared experts.
+
+A token's experts are chosen by score + bias and weighted by the scores alone; the bias of image positions is a second
+one (V4.1 report section 2.1.1). Routed experts live in one of two banks with the same maths: fused float parameters, or
+the file's own packed tensors on the host, of which only the routed ones are unpacked.
+
+Sources: V4 report section 2.1, V4.1 report section 2.1.1, contract section 7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .fp_codecs import dequantize_fp4_rows, dequantize_fp8_tiles, round_fp8
+from .host_tensors import HostTensors
+from .layers import Dsv4MLP, clamped_swiglu
+from .sparse_attention import wide
+
+
+def route_tokens(
+    logits: torch.Tensor, bias: torch.Tensor, *, k: int, normalize: bool, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    r"""Choose and weight the experts of each token (contract section 7).
+
+    s = sqrt(softplus(logits)); experts = top-k of s + bias (ties: the lower expert); weights = s / (sum of the chosen s
+    + 1e-20) * scaling.
+
+    Args:
+        logits (`torch.Tensor` of shape `[N, E]`, float32).
+        bias (`torch.Tensor` of shape `[N, E]` or `[E]`, float32): enters the choice only.
+        k (`int`): experts per token. normalize (`bool`): divide by the sum. scaling (`float`): factor of the weights.
+
+    Returns:
+        weights (`[N, k]`, float32) and indices (`[N, k]`, int64), by score + bias descending.
+    """
+    scores = F.softplus(logits).sqrt()
+    # A stable sort keeps the lower expert first among equals, which topk does not promise.
+    indices = (scores.detach() + bias).sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    weights = scores.gather(-1, indices)
+    if normalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * scaling, indices
+
+
+class Dsv4TopKRouter(nn.Module):
+    """Router: `weight` `[E, H]`; selection biases of text and image positions as float32 buffers `[E]`."""
+
+    def __init__(self, config):
+        super().__init__()
+        experts = config.n_routed_experts
+        self.weight = nn.Parameter(torch.empty(experts, config.hidden_size))
+        self.register_buffer("e_score_correction_bias", torch.zeros(experts, dtype=torch.float32))
+        self.register_buffer("e_score_correction_bias_vl", torch.zeros(experts, dtype=torch.float32))
+        self.temperature = config.gate_temp
+        self.settings = {
+            "k": config.num_experts_per_tok,
+            "normalize": config.norm_topk_prob,
+            "scaling": config.routed_scaling_factor,
+        }
+
+    def forward(
+        self, x: torch.Tensor, image_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        r"""Route tokens.
+
+        Args:
+            x (`torch.Tensor` of shape `[N, H]`).
+            image_mask (`torch.Tensor` of shape `[N]`, bool, *optional*): positions of image spans.
+
+        Returns:
+            logits (`[N, E]`), weights (`[N, k]`), both float32 or wider, and indices (`[N, k]`, int64).
+        """
+        logits = wide(x) @ self.weight.to(wide(x).dtype).mT / self.temperature
+        bias = self.e_score_correction_bias
+        if image_mask is not None:
+            bias = torch.where(image_mask[:, None], self.e_score_correction_bias_vl, bias)
+        return logits, *route_tokens(logits, bias, **self.settings)
+
+
+class _RoutedExperts:
+    """The maths of a bank of routed experts; the bank says how an expert's two float matrices are obtained."""
+
+    def expert_weights(self, dtype: torch.dtype) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
+        """Return a function from an expert to its gate-and-up `[2I, H]` and down `[H, I]` matrices in `dtype`."""
+        raise NotImplementedError
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        r"""Run each token through its experts; the sum is taken in float32, experts in ascending order.
+
+        Args:
+            x (`torch.Tensor` of shape `[N, H]`).
+            weights (`torch.Tensor` of shape `[N, k]`, float32) and indices (`[N, k]`, int64): from the router.
+
+        Returns:
+            `torch.Tensor` of shape `[N, H]`, float32 (float64 for float64 inputs).
+        """
+        out = torch.zeros_like(wide(x))
+        rounded, weights_of = self._rounded(x), self.expert_weights(x.dtype)
+        for expert in indices.unique().tolist():
+            tokens, slots = torch.where(indices == expert)
+            gate_up, down = weights_of(expert)
+            gate, up = F.linear(rounded[tokens], gate_up).chunk(2, dim=-1)
+            # The routing weight enters before the down projection's input is rounded (contract section 7).
+            hidden = clamped_swiglu(gate, up, self.limit) * weights[tokens, slots, None]
+            out = out.index_add(0, tokens, wide(F.linear(self._rounded(hidden.to(x.dtype)), down)))
+        return out
+
+    def _rounded(self, x: torch.Tensor) -> torch.Tensor:
+        return round_fp8(x, block=self.activation_block) if self.quantize_activations else x
+
+
+class Dsv4Experts(_RoutedExperts, nn.Module):
+    """Float bank: `gate_up_proj` `[E, 2I, H]` and `down_proj` `[E, H, I]`, transformers' fused form."""
+
+    def __init__(self, config):
+        super().__init__()
+        experts, hidden, width = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * width, hidden))
+        self.down_proj = nn.Parameter(torch.empty(experts, hidden, width))
+        self.num_experts, self.limit = experts, config.swiglu_limit
+        self.quantize_activations, self.activation_block = False, 32
+
+    def expert_weights(self, dtype):
+        # One unbind for all experts: its gradient is one stack, where indexing would fill a bank of zeros per expert.
+        gate_up, down = self.gate_up_proj.unbind(0), self.down_proj.unbind(0)
+        return lambda expert: (gate_up[expert], down[expert])
+
+
+class Dsv4PackedExperts(_RoutedExperts, HostTensors):
+    r"""Packed bank: the file's own tensors, one set per expert, on the host.
+
+    Names are `<expert>.gate_proj.weight`, `<expert>.gate_proj.weight_scale_inv`, and so for `up_proj` and `down_proj`.
+
+    Args:
+        bank (`Dsv4Experts`): gives sizes and settings.
+        expert_dtype (`str`): "fp4" (packed rows, int8, one scale per 32 columns) or "fp8" (tiles).
+        block_size (`tuple[int, int]`): tile of "fp8" weights; its columns are the block of the activation rounding.
+        scale_dtype (`torch.dtype`): float8_e8m0fnu or float32.
+    """
+
+    def __init__(self, bank: Dsv4Experts, expert_dtype: str, block_size: tuple[int, int], scale_dtype: torch.dtype):
+        experts, double_width, hidden = bank.gate_up_proj.shape
+        shapes = {
+            "gate_proj": (double_width // 2, hidden),
+            "up_proj": (double_width // 2, hidden),
+            "down_proj": (hidden, double_width // 2),
+        }
+        specs = {}
+        for expert in range(experts):
+            for name, (out_features, in_features) in shapes.items():
+                if expert_dtype == "fp4":
+                    weight = (out_features, in_features // 2), torch.int8
+                    scale = (out_features, -(-in_features // 32)), scale_dtype
+                else:
+                    weight = (out_features, in_features), torch.float8_e4m3fn
+                    scale = (-(-out_features // block_size[0]), -(-in_features // block_size[1])), scale_dtype
+                specs[f"{expert}.{name}.weight"], specs[f"{expert}.{name}.weight_scale_inv"] = weight, scale
+        super().__init__(specs)
+        self.expert_dtype, self.block_size = expert_dtype, block_size
+        self.num_experts, self.limit = experts, bank.limit
+        self.quantize_activations, self.activation_block = False, block_size[1]
+
+    def _unpacked(self, expert: int, name: str, dtype: torch.dtype) -> torch.Tensor:
+        weight = self.host_tensor(f"{expert}.{name}.weight")
+        scale = self.host_tensor(f"{expert}.{name}.weight_scale_inv")
+        if self.expert_dtype == "fp4":
+            return dequantize_fp4_rows(weight, scale, dtype=dtype)
+        return dequantize_fp8_tiles(weight, scale, block_size=self.block_size, dtype=dtype)
+
+    def expert_weights(self, dtype):
+        def unpack(expert):
+            gate_up = [self._unpacked(expert, name, dtype) for name in ("gate_proj", "up_proj")]
+            return torch.cat(gate_up), self._unpacked(expert, "down_proj", dtype)
+
+        return unpack
+
+
+class Dsv4SparseMoeBlock(nn.Module):
+    """Router, routed experts and the shared expert."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.gate = Dsv4TopKRouter(config)
+        self.experts = Dsv4Experts(config)
+        self.shared_experts = Dsv4MLP(config.hidden_size, config.moe_intermediate_size, config.swiglu_limit)
+
+    def forward(self, x: torch.Tensor, image_mask: torch.Tensor | None = None) -> torch.Tensor:
+        r"""Map `[B, S, H]` to `[B, S, H]`, dtype of `x`.
+
+        Args:
+            x (`torch.Tensor` of shape `[B, S, H]`).
+            image_mask (`torch.Tensor` of shape `[B, S]`, bool, *optional*): positions of image spans.
+        """
+        flat = x.flatten(0, 1)
+        _, weights, indices = self.gate(flat, None if image_mask is None else image_mask.flatten())
+        # Routed experts first, then the shared one, in one float32 sum (contract section 7).
+        out = self.experts(flat, weights, indices) + wide(self.shared_experts(flat))
+        return out.to(x.dtype).view_as(x)
