@@ -7,11 +7,14 @@ from contextlib import contextmanager
 from functools import cache
 
 import numpy as np
+import pytest
 import torch
 
-from modeling_dsv4 import Dsv4QuantizationConfig, Dsv41ForCausalLM
+from modeling_dsv4 import Dsv4QuantizationConfig, Dsv41ForCausalLM, attention
+from modeling_dsv4.cache import cache_codecs
+from modeling_dsv4.cache_storage import CacheCodec
 from tests import golden_cases as golden
-from tests.reference import text_model, vision
+from tests.reference import formats, text_model, vision
 
 
 def load_model(dtype=torch.float32, *, dequantize=True, quantize_activations=None, rounding=True):
@@ -117,3 +120,78 @@ def outputs_of(model, case, **options):
 def rms(values):
     """Root mean square of an array."""
     return float(np.sqrt(np.mean(np.square(values, dtype=np.float64))))
+
+
+# ---- rounding ties -----------------------------------------------------------------------------------------------------
+
+FORMATS = {"window": "fp8", "compressed": "nvfp4", "index": "mxfp4"}
+FLOAT32_NOISE = 5e-7  # values near 1 after a few layers of float32
+
+
+class RoundingProbe:
+    r"""Watches every value that is rounded on its way to a cache, and can put one of them across its rounding tie.
+
+    A site is (layer, part, call in the layer, index into the rounded tensor).
+
+    Args:
+        model: run without a cache while the probe is active.
+        moved: site whose code is taken from the other side of the tie.
+    """
+
+    def __init__(self, model, moved=None):
+        self.model, self.moved = model, moved
+        self.near: list[tuple[float, tuple]] = []  # distance to the tie, site
+        self._layer, self._calls = None, {}
+
+    def __enter__(self):
+        self._patch = pytest.MonkeyPatch()
+        self._patch.setattr(attention, "cache_codecs", self._codecs)
+        self._hooks = [
+            layer.self_attn.register_forward_pre_hook(lambda module, args: setattr(self, "_layer", module.layer_idx))
+            for layer in self.model.model.layers
+        ]
+        return self
+
+    def __exit__(self, *exception):
+        self._patch.undo()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _codecs(self, config, kv_format="float"):
+        codecs = cache_codecs(config, kv_format)
+        return {part: CacheCodec(self._rounded(part, codec.rounded)) for part, codec in codecs.items()}
+
+    def _rounded(self, part, rounded):
+        def call(x):
+            number = self._calls[self._layer, part] = self._calls.get((self._layer, part), -1) + 1
+            values = x.detach().double().numpy()
+            tie = formats.nearest_tie(values, FORMATS[part])
+            distance = np.abs(values - tie)
+            for at in map(tuple, np.argwhere(distance < FLOAT32_NOISE).tolist()):
+                site = (self._layer, part, number, at)
+                self.near.append((float(distance[at]), site))
+                if site == self.moved:
+                    x = x.clone()
+                    x[at] = float(tie[at] * (1 - 1e-6 if abs(values[at]) > abs(tie[at]) else 1 + 1e-6))
+            return rounded(x)
+
+        return call
+
+
+def single_flip_that_explains(model, case, holds):
+    r"""Find the one code whose other side of the tie makes the case hold.
+
+    Args:
+        model, case: as in `outputs_of`.
+        holds: function of the outputs, true when the comparison holds.
+
+    Returns:
+        (distance to the tie, site) with distance < `FLOAT32_NOISE`, or `None`.
+    """
+    with RoundingProbe(model) as probe:
+        outputs_of(model, case)
+    for distance, site in sorted(probe.near):
+        with RoundingProbe(model, moved=site):
+            if holds(outputs_of(model, case)):
+                return distance, site
+    return None
