@@ -74,7 +74,9 @@ def test_the_entry_reaches_every_flat_modeling_file():
 def test_file_names_are_unique_and_hide_nothing():
     names = [path.stem for path in FLAT]
     assert len(set(names)) == len(names)
-    taken = set(sys.stdlib_module_names) | ALLOWED | set(PACKAGES) | {"accelerate", "peft", "kernels", "triton", "convert"}
+    taken = (
+        set(sys.stdlib_module_names) | ALLOWED | set(PACKAGES) | {"accelerate", "peft", "kernels", "triton", "convert"}
+    )
     assert not set(names) & taken
 
 
