@@ -139,8 +139,7 @@ class ResponseStream:
         """
         if not self._finished:
             self._feed("", last=True)
-            if self._newlines:
-                self._flush_newlines()
+            self._flush_newlines()
             self._finished = True
         message = {"role": "assistant", "content": "".join(self._text["content"])}
         if self.thinking:
@@ -184,6 +183,7 @@ class ResponseStream:
         if text:
             write(text)
         if found == EOS:
+            self._flush_newlines()
             self._ended = True
             self._held = ""
             self._state = self._drop
@@ -231,7 +231,8 @@ class ResponseStream:
         return self._scan({"\n```": self._leave_json}, last, lambda text: self._emit("content", text))
 
     def _json_tail(self, last: bool) -> bool:
-        return self._scan({}, last, self._write_space)
+        markers = {_OPEN: self._enter_block} if self._start.parse_calls else {}
+        return self._scan(markers, last, self._write_space)
 
     def _block(self, last: bool) -> bool:
         markers = {'invoke name="': self._enter_name, **dict.fromkeys(_BLOCK_ENDS, self._leave_block)}
@@ -275,10 +276,12 @@ class ResponseStream:
         self._go(self._json_search if self._start.json_output else self._content)
 
     def _skip_think_end(self) -> None:
+        self._flush_newlines()
         self._trim = False
         self._spaced = False
 
     def _enter_json(self, first: str = "") -> None:
+        self._flush_newlines()
         if first:
             self._emit("content", first)
         self._go(self._json_body)
@@ -346,8 +349,12 @@ class ResponseStream:
             self._emit(kind, stripped)
 
     def _flush_newlines(self) -> None:
-        self._emit("reasoning_content" if self._state == self._reasoning else "content", self._newlines)
-        self._newlines = ""
+        if self._newlines:
+            text, self._newlines = self._newlines, ""
+            if self._state in (self._json_search, self._json_tail):
+                text = "" if self._spaced else " "
+            if text:
+                self._emit("reasoning_content" if self._state == self._reasoning else "content", text)
 
     def _write_space(self, text: str) -> None:
         """Write one space for a whole stretch of text around a JSON answer."""
@@ -356,9 +363,15 @@ class ResponseStream:
             if not text:
                 return
             self._trim = False
-        if not self._spaced:
-            self._emit("content", " ")
-            self._spaced = True
+        if self._spaced:
+            return
+        if not text.strip("\n"):
+            # Newlines alone may yet turn out to stand before tool calls, where they vanish.
+            self._newlines += text
+            return
+        self._newlines = ""
+        self._emit("content", " ")
+        self._spaced = True
 
     def _write_arguments(self, text: str) -> None:
         self._calls[-1][1].append(text)
