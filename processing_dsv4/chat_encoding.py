@@ -288,7 +288,7 @@ class _PromptWriter:
             elif continued and index == len(body) - 1:
                 self._open_answer(turn, thinking, options.continue_final_message == "reasoning_content")
             else:
-                keep = bool(tools) or (options.keep_last_reasoning and index == last_answer and turn.reasoning is not None)
+                keep = bool(tools) or (options.keep_last_reasoning and index == last_answer)
                 self._finished_answer(turn, thinking and keep)
             previous = turn.role
         if options.add_generation_prompt:
