@@ -295,6 +295,8 @@ class Dsv41Processor(ProcessorMixin):
             keep_last_reasoning=keep_last_reasoning,
         )
         if not self._is_official(chat_template):
+            # Only what was asked for: a template may take a variable that is None for one that is set.
+            template_options = {name: value for name, value in options._asdict().items() if value is not None}
             return super().apply_chat_template(
                 conversation,
                 chat_template=chat_template,
@@ -306,7 +308,7 @@ class Dsv41Processor(ProcessorMixin):
                 return_dict=return_dict,
                 processor_kwargs=processor_kwargs,
                 sanitize_control_tokens=sanitize_control_tokens,
-                **options._asdict(),
+                **template_options,
                 **kwargs,
             )
         if documents:
