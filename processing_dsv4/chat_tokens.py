@@ -6,8 +6,6 @@ V4.1 uses the tokenizer of V4 with nine entries of its added vocabulary renamed;
 import json
 import re
 
-from tokenizers import Tokenizer
-
 from .chat_template import build_chat_template
 from .prompt_constants import ASSISTANT, CHAT_CONTROL_TOKENS, DSML, EOS, IMAGE, PAD, SYSTEM, THINK, THINK_END
 
@@ -112,7 +110,8 @@ def prepare_tokenizer(tokenizer, version: str) -> None:
     """
     added = {token.content for token in tokenizer.added_tokens_decoder.values()}
     if version == "v41" and SYSTEM not in added and V41_ADDED_TOKENS[128799][0] in added:
-        tokenizer._tokenizer = Tokenizer.from_str(_upgraded(tokenizer.backend_tokenizer.to_str()))
+        backend = tokenizer.backend_tokenizer
+        tokenizer._tokenizer = type(backend).from_str(_upgraded(backend.to_str()))
         added = {token.content for token in tokenizer.added_tokens_decoder.values()}
     if PAD in added and tokenizer.pad_token in (None, tokenizer.eos_token):
         tokenizer.pad_token = PAD
@@ -156,9 +155,10 @@ class PieceEncoder:
     def encode_text(self, text: str) -> list[int]:
         """Encode `text` without the added vocabulary; returns token ids."""
         if self._plain is None:
-            data = json.loads(self.tokenizer.backend_tokenizer.to_str())
+            backend = self.tokenizer.backend_tokenizer
+            data = json.loads(backend.to_str())
             data.update(added_tokens=[], post_processor=None, truncation=None, padding=None)
-            self._plain = Tokenizer.from_str(json.dumps(data, ensure_ascii=False))
+            self._plain = type(backend).from_str(json.dumps(data, ensure_ascii=False))
         return self._plain.encode(text, add_special_tokens=False).ids
 
     def encode(self, pieces) -> tuple[list[int], list[int]]:
