@@ -6,6 +6,7 @@ why a Jinja template cannot give safe token ids: it can only give the string.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from .conversation import ImagePart, Message, ToolCall, normalize_messages
@@ -31,7 +32,7 @@ from .prompt_constants import (
     WORDING_PATTERN,
     PromptFormat,
 )
-from .tool_schema import check_response_schema, check_unique_names, normalize_tools
+from .tool_schema import are_strict, check_response_schema, check_unique_names, normalize_tools
 
 
 class PromptPiece(NamedTuple):
@@ -110,7 +111,11 @@ def render_conversation(messages, tools=None, options: ChatOptions | None = None
     writer = _PromptWriter(PROMPT_FORMATS[version])
     _check_prefix_fields(messages)
     turns = normalize_messages(messages)
-    writer.render(turns, normalize_tools(tools), options or ChatOptions())
+    options = options or ChatOptions()
+    shown = normalize_tools(tools)
+    if are_strict(tools) and options.response_format is not None and options.tool_choice != "none":
+        raise ValueError("response_format cannot be used with strict tools, which already constrain the answer")
+    writer.render(turns, shown, options)
     return RenderedPrompt(tuple(writer.pieces), tuple(writer.images))
 
 
@@ -276,10 +281,10 @@ class _PromptWriter:
         response = response_format_text(options.response_format, self.form, turns)
         tools, forced = apply_tool_choice(tools, options.tool_choice, thinking)
 
-        # Empty system messages vanish, also between others, which then become neighbours.
         head, body = self._split_head(turns)
         self.token(BOS)
-        self._head(effort if thinking else "", head, tools, response)
+        says_something = head or body or tools or response or not self.form.system_token
+        self._head(effort if thinking and says_something else "", head, tools, response)
         last_answer = max((index for index, turn in enumerate(body) if turn.role == "assistant"), default=None)
         previous = None
         for index, turn in enumerate(body):
@@ -298,12 +303,15 @@ class _PromptWriter:
                 self.wording(f"\n\n<{DSML}{self.form.calls_tag}>\n")
 
     def _split_head(self, turns: list[Message]) -> tuple[list[Message], list[Message]]:
+        """Separate the system messages of the head from the turns, and join neighbours that the format joins."""
+        # Empty system messages vanish, also between others, which then become neighbours.
         filled = [turn for turn in turns if turn.role != "system" or not turn.is_empty]
         if self.form.system_token:
             head = filled[:1] if filled and filled[0].role == "system" else []
-            return head, filled[len(head) :]
+            return head, _without_repeated_reminders(filled[len(head) :])
         # V4 has no system token: all system messages move to the head.
-        return [turn for turn in filled if turn.role == "system"], [turn for turn in filled if turn.role != "system"]
+        head = [turn for turn in filled if turn.role == "system"]
+        return head, _with_joined_users([turn for turn in filled if turn.role != "system"])
 
     def _head(self, effort: str, system: list[Message], tools: list[dict], response: str) -> None:
         if self.form.system_token and (effort or system or tools or response):
@@ -381,6 +389,24 @@ class _PromptWriter:
         self.wording(f"</{DSML}{form.calls_tag}>")
 
 
+def _without_repeated_reminders(turns: list[Message]) -> list[Message]:
+    # Of several reminders in a row V4.1 shows the first.
+    pairs = zip(turns, [None, *turns], strict=False)
+    return [turn for turn, before in pairs if turn.role != "latest_reminder" or before is None or before.role != turn.role]
+
+
+def _with_joined_users(turns: list[Message]) -> list[Message]:
+    # V4 joins user messages in a row into one and leaves the empty ones out.
+    out: list[Message] = []
+    for turn in turns:
+        if out and turn.role == "user" and out[-1].role == "user":
+            both = [item for item in (out[-1], turn) if not item.is_empty]
+            out[-1] = replace(turn, parts=tuple(part for item in both for part in item.parts))
+        else:
+            out.append(turn)
+    return out
+
+
 def _check_continuation(turns: list[Message], tools: list[dict], options: ChatOptions) -> bool:
     if not options.continue_final_message:
         return False
@@ -396,8 +422,8 @@ def _check_continuation(turns: list[Message], tools: list[dict], options: ChatOp
         raise ValueError(f"continue_final_message needs an assistant message at the end, got the role {last.role!r}")
     if not last.parts and last.reasoning is None:
         raise ValueError("continue_final_message needs a last message with 'content' or 'reasoning_content' to continue")
-    if tools:
-        raise ValueError("continue_final_message cannot be used with tools")
+    if tools or any(turn.calls for turn in turns):
+        raise ValueError("continue_final_message cannot be used with tools or after tool calls")
     if isinstance(options.response_format, Mapping) and options.response_format.get("type") == "json_object":
         raise ValueError("continue_final_message cannot be used with the response_format 'json_object'")
     return True

@@ -83,16 +83,23 @@ _BODY = """
     {%- endfor -%}
 {%- endif -%}
 
+{%- set empty = ['', [], [{'type': 'text', 'text': ''}]] -%}
 {#- Turns: empty system messages vanish, results are sorted into the order of their calls. -#}
 {%- for message in messages -%}
     {%- if message.role not in ['system', 'user', 'assistant', 'tool', 'latest_reminder'] -%}
         {{- raise_exception('unknown role: ' ~ message.role) -}}
     {%- elif message.role == 'system' -%}
-        {%- if message.content and message.content != [{'type': 'text', 'text': ''}] -%}
+        {%- if message.content not in empty -%}
             {%- if (not ns.turns and not ns.head) or not system_token -%}{%- set ns.head = ns.head + [message] -%}
             {%- else -%}{%- set ns.turns = ns.turns + [message] -%}
             {%- endif -%}
         {%- endif -%}
+    {%- elif message.role == 'latest_reminder' and system_token and ns.turns and ns.turns[-1].role == 'latest_reminder' -%}
+        {#- Of several reminders in a row the first counts. -#}
+    {%- elif message.role == 'user' and not system_token and ns.turns and ns.turns[-1].role == 'user' and message.content in empty -%}
+        {#- V4 joins user messages in a row and leaves the empty ones out. -#}
+    {%- elif message.role == 'user' and not system_token and ns.turns and ns.turns[-1].role == 'user' and ns.turns[-1].content in empty -%}
+        {%- set ns.turns = ns.turns[:-1] + [message] -%}
     {%- elif message.role != 'tool' -%}
         {%- set ns.turns = ns.turns + [message] -%}
         {%- if message.role == 'assistant' -%}{%- set ns.last = ns.turns | length - 1 -%}{%- endif -%}
@@ -122,7 +129,7 @@ _BODY = """
 {#- Head: effort, system text, tools, format of the answer. -#}
 {{- bos -}}
 {%- set ns.line = '' -%}
-{%- if thinking -%}
+{%- if thinking and (ns.head or ns.turns or ns.tools or format.type in ['json_object', 'json_schema'] or not system_token) -%}
     {%- if effort is string and effort in effort_levels -%}{%- set ns.line = effort_lines[effort_levels[effort]] -%}
     {%- elif effort in ['', 'none'] -%}{%- set ns.line = effort_lines[default_level] -%}
     {%- elif effort_number and effort | int >= 1 and effort | int <= 100 -%}

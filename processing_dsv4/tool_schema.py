@@ -58,6 +58,11 @@ def normalize_tools(tools) -> list[dict]:
     return [_definition(function, flag) for function, flag in zip(functions, strict, strict=True)]
 
 
+def are_strict(tools) -> bool:
+    """Return whether `tools`, which [`normalize_tools`] accepted, are strict (all of them then are)."""
+    return any(isinstance(tool, Mapping) and bool(tool["function"].get("strict")) for tool in tools or ())
+
+
 def check_unique_names(tools: list[dict]) -> None:
     """Raise a ValueError if two of the normalized `tools` have the same name."""
     seen = set()
@@ -115,11 +120,12 @@ def _definition(function: dict, strict: bool) -> dict:
     description = to_json_value(function.get("description") or "", f"the description of tool {function['name']!r}")
     parameters = function.get("parameters")
     if parameters is None:
-        parameters = _strict_root({"type": "object", "properties": {}}, where) if strict else {}
+        parameters = _strict_root({"type": "object"}, where, allow_empty=True) if strict else {}
         return {"name": function["name"], "description": description, "parameters": parameters}
     parameters = to_json_value(parameters, where)
     if strict:
-        return {"name": function["name"], "description": description, "parameters": _strict_root(parameters, where)}
+        parameters = _strict_root(parameters, where, allow_empty=True)
+        return {"name": function["name"], "description": description, "parameters": parameters}
     _check_schema(parameters, where)
     kind = parameters.get("type") if isinstance(parameters, dict) else None
     if kind != "object":
@@ -173,8 +179,8 @@ def _all_text(values: list) -> bool:
     return all(isinstance(value, str) for value in values)
 
 
-def _strict_root(schema, where: str) -> dict:
-    rewritten = _strict(schema, where, root=True)
+def _strict_root(schema, where: str, allow_empty: bool = False) -> dict:
+    rewritten = _strict(schema, where, allow_empty)
     if not isinstance(schema, dict) or schema.get("type") != "object":
         raise ValueError(f"{where}: the top level of a strict schema must be an object, got {schema!r}")
     definitions = schema.get("$def")
@@ -185,7 +191,7 @@ def _strict_root(schema, where: str) -> dict:
     return rewritten
 
 
-def _strict(schema, where: str, root: bool = False) -> dict:
+def _strict(schema, where: str, allow_empty: bool = False) -> dict:
     """Rewrite one schema into the strict subset: known keywords only, in a fixed order."""
     if not isinstance(schema, dict) or not any(key in schema for key in ("type", "anyOf", "$ref")):
         raise ValueError(f"{where}: a strict schema needs one of 'type', 'anyOf', '$ref', got {schema!r}")
@@ -200,7 +206,7 @@ def _strict(schema, where: str, root: bool = False) -> dict:
         if not isinstance(kind, str) or kind not in _SCHEMA_TYPES:
             raise ValueError(f"{where}: unknown type {kind!r}, expected one of {list(_SCHEMA_TYPES)}")
         if kind == "object":
-            return {**_strict_object(schema, where, root), **tail}
+            return {**_strict_object(schema, where, allow_empty), **tail}
         if kind == "array":
             if "items" not in schema:
                 raise ValueError(f"{where}: a strict array needs 'items'")
@@ -218,9 +224,9 @@ def _strict(schema, where: str, root: bool = False) -> dict:
     return {"$ref": _take(schema, "$ref", str, where)}
 
 
-def _strict_object(schema: dict, where: str, root: bool) -> dict:
+def _strict_object(schema: dict, where: str, allow_empty: bool) -> dict:
     properties = _take(schema, "properties", dict, where) or {}
-    if not properties and not root:
+    if not properties and not allow_empty:
         raise ValueError(f"{where}: a strict object without properties is not allowed")
     if _take(schema, "additionalProperties", bool, where):
         raise ValueError(f"{where}: additionalProperties must not be true in a strict schema")
