@@ -35,6 +35,9 @@ from .prompt_constants import (
 from .tool_schema import are_strict, check_response_schema, check_unique_names, normalize_tools
 
 
+_TOOL_CHOICES = ("auto", "none", "required")
+
+
 class PromptPiece(NamedTuple):
     """A part of a prompt.
 
@@ -112,9 +115,11 @@ def render_conversation(messages, tools=None, options: ChatOptions | None = None
     _check_prefix_fields(messages)
     turns = normalize_messages(messages)
     options = options or ChatOptions()
-    shown = normalize_tools(tools)
-    if are_strict(tools) and options.response_format is not None and options.tool_choice != "none":
+    shown = normalize_tools(tools, shown=options.tool_choice != "none")
+    if shown and are_strict(tools) and options.response_format is not None:
         raise ValueError("response_format cannot be used with strict tools, which already constrain the answer")
+    if options.continue_final_message and (tools or any(turn.calls for turn in turns)):
+        raise ValueError("continue_final_message cannot be used with tools or after tool calls")
     writer.render(turns, shown, options)
     return RenderedPrompt(tuple(writer.pieces), tuple(writer.images))
 
@@ -186,7 +191,13 @@ def response_format_text(response_format, form: PromptFormat, messages: list[Mes
         outer = response_format.get("json_schema")
         if not isinstance(outer, Mapping) or "schema" not in outer:
             raise ValueError(f"response_format['json_schema'] must be a dict with a 'schema', got {outer!r}")
-        schema = check_response_schema(outer["schema"], strict=bool(outer.get("strict")))
+        strict, name = outer.get("strict"), outer.get("name")
+        if not (strict is None or isinstance(strict, bool)) or not (name is None or isinstance(name, str)):
+            raise ValueError(
+                "response_format['json_schema'] takes 'strict' as a bool and 'name' as a string, "
+                f"got {strict!r} and {name!r}"
+            )
+        schema = check_response_schema(outer["schema"], strict=bool(strict))
         return SCHEMA_HEAD + dump_json(schema, short_floats=not form.system_token)
     raise ValueError(
         "response_format must be a dict with the type 'text', 'json_object', 'json_schema' or 'regex', "
@@ -209,15 +220,15 @@ def apply_tool_choice(tools: list[dict], choice, thinking: bool) -> tuple[list[d
         ValueError: for an unknown choice, an unknown name, two tools of one name, or a forced call while thinking.
     """
     name = None
-    if isinstance(choice, Mapping):
+    if isinstance(choice, Mapping) and choice.get("type") == "function":
         function = choice.get("function")
         name = function.get("name") if isinstance(function, Mapping) else None
-    if not (choice in (None, "auto", "none", "required") or (choice.get("type") == "function" and _is_text(name))):
+    if not (isinstance(name, str) or choice is None or (isinstance(choice, str) and choice in _TOOL_CHOICES)):
         raise ValueError(
             "tool_choice must be 'auto', 'none', 'required' or "
             f"{{'type': 'function', 'function': {{'name': ...}}}}, got {choice!r}"
         )
-    if choice == "none" or not tools:
+    if not tools or choice == "none":
         return [], False
     check_unique_names(tools)
     if choice in (None, "auto"):
@@ -229,10 +240,6 @@ def apply_tool_choice(tools: list[dict], choice, thinking: bool) -> tuple[list[d
         if not tools:
             raise ValueError(f"tool_choice names the function {name!r}, which is not among the tools")
     return tools, True
-
-
-def _is_text(value) -> bool:
-    return isinstance(value, str)
 
 
 class _PromptWriter:
@@ -277,7 +284,7 @@ class _PromptWriter:
     def render(self, turns: list[Message], tools: list[dict], options: ChatOptions) -> None:
         thinking = resolve_thinking(options.enable_thinking, options.reasoning_effort)
         effort = effort_line(options.reasoning_effort, self.form)
-        continued = _check_continuation(turns, tools, options)
+        continued = _check_continuation(turns, options)
         response = response_format_text(options.response_format, self.form, turns)
         tools, forced = apply_tool_choice(tools, options.tool_choice, thinking)
 
@@ -291,7 +298,9 @@ class _PromptWriter:
             if turn.role != "assistant":
                 self._turn(turn, previous)
             elif continued and index == len(body) - 1:
-                self._open_answer(turn, thinking, options.continue_final_message == "reasoning_content")
+                # V4.1 opens no reasoning for a message that nothing stands before.
+                opens = thinking and (bool(head) or index > 0 or not self.form.system_token)
+                self._open_answer(turn, opens, options.continue_final_message == "reasoning_content")
             else:
                 keep = bool(tools) or (options.keep_last_reasoning and index == last_answer)
                 self._finished_answer(turn, thinking and keep)
@@ -407,7 +416,7 @@ def _with_joined_users(turns: list[Message]) -> list[Message]:
     return out
 
 
-def _check_continuation(turns: list[Message], tools: list[dict], options: ChatOptions) -> bool:
+def _check_continuation(turns: list[Message], options: ChatOptions) -> bool:
     if not options.continue_final_message:
         return False
     last = turns[-1]
@@ -420,10 +429,6 @@ def _check_continuation(turns: list[Message], tools: list[dict], options: ChatOp
         )
     if last.role != "assistant":
         raise ValueError(f"continue_final_message needs an assistant message at the end, got the role {last.role!r}")
-    if not last.parts and last.reasoning is None:
-        raise ValueError("continue_final_message needs a last message with 'content' or 'reasoning_content' to continue")
-    if tools or any(turn.calls for turn in turns):
-        raise ValueError("continue_final_message cannot be used with tools or after tool calls")
     if isinstance(options.response_format, Mapping) and options.response_format.get("type") == "json_object":
         raise ValueError("continue_final_message cannot be used with the response_format 'json_object'")
     return True

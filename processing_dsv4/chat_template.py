@@ -73,7 +73,8 @@ _BODY = """
 {%- endif -%}
 {%- set choice = tool_choice if tool_choice is defined and tool_choice is not none else 'auto' -%}
 {%- set format = response_format if response_format is defined and response_format is not none else {} -%}
-{%- set keep_last = keep_last_reasoning if keep_last_reasoning is defined and keep_last_reasoning is not none else not add_generation_prompt -%}
+{%- set keep_last = keep_last_reasoning is defined and keep_last_reasoning -%}
+{%- set keep_open = keep_last_reasoning is not defined and not add_generation_prompt -%}
 
 {#- Tools: none of them on request, one of them where the choice names it. -#}
 {%- set ns = namespace(tools=[], turns=[], head=[], run=[], open=true, found=false, previous='', last=-1) -%}
@@ -166,7 +167,7 @@ _BODY = """
                 {%- if part.type != 'text' -%}{{- raise_exception('images in assistant messages are not supported') -}}{%- endif -%}
             {%- endfor -%}
         {%- endif -%}
-        {%- set kept = thinking and (ns.tools or (loop.index0 == ns.last and (keep_last if loop.last else keep_last_reasoning is defined and keep_last_reasoning))) -%}
+        {%- set kept = thinking and (ns.tools or (loop.index0 == ns.last and (keep_last or (keep_open and loop.last and (ns.head or loop.index0 or not system_token))))) -%}
         {{- assistant -}}
         {%- if kept -%}{{- think -}}{%- else -%}{{- think_end -}}{%- endif -%}
         {%- generation -%}

@@ -31,12 +31,14 @@ _STRICT_FORMATS = ("email", "hostname", "ipv4", "ipv6", "uuid")
 _STRICT_NUMBER_KEYS = ("const", "default", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 
 
-def normalize_tools(tools) -> list[dict]:
+def normalize_tools(tools, shown: bool = True) -> list[dict]:
     """Check tool definitions and bring them into the form in which the prompt lists them.
 
     Args:
         tools (`list` of `dict` or functions, or `None`):
             Definitions in the format of OpenAI and transformers. None and an empty list mean: no tools.
+        shown (`bool`, *optional*, defaults to `True`):
+            False for a request that hides its tools; then only the outer form is checked, and nothing is returned.
 
     Returns:
         `list[dict]`: for every tool `{"name", "description", "parameters"}` in this order; a missing description is "",
@@ -51,6 +53,8 @@ def normalize_tools(tools) -> list[dict]:
     if isinstance(tools, (str, Mapping)):
         raise TypeError(f"tools must be a list of definitions or functions, got {type(tools).__name__}")
     functions = [_function_of(tool, index) for index, tool in enumerate(tools)]
+    if not shown:
+        return []
     strict = [function.get("strict") or False for function in functions]
     if any(strict) and not all(strict):
         names = [function["name"] for function, flag in zip(functions, strict, strict=True) if not flag]
@@ -84,9 +88,10 @@ def check_response_schema(schema, strict: bool):
     """
     where = "response_format['json_schema']['schema']"
     schema = to_json_value(schema, where)
-    _check_schema(schema, where)
     if strict:
         _strict_root(schema, where)
+    else:
+        _check_schema(schema, where)
     return schema
 
 
