@@ -1,21 +1,19 @@
 """Comparisons with `deepseek-recipe`, the official toolkit: generated conversations, answers, images, and time."""
 
-import io
 import random
-import time
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from PIL import Image
 
 from processing_dsv4.chat_encoding import ChatOptions, render_conversation
-from processing_dsv4.response_parsing import ResponseStart, ResponseStream
+from processing_dsv4.response_parsing import ResponseStart
 
 from . import conversations
 
-recipe = pytest.importorskip("deepseek_recipe", reason="needs the official toolkit: pip install deepseek-recipe==0.2.0")
+recipe = pytest.importorskip(
+    "deepseek_recipe", reason="needs the official toolkit: pip install deepseek-recipe==0.2.0"
+)
 
 IMAGE_TOKEN = "<｜deepseek_image｜>"
 SEEDS = st.integers(0, 2**63)
