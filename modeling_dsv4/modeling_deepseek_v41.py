@@ -1,4 +1,4 @@
-"""DeepSeek-V4.1 for transformers: the text model and the causal language model.
+"""DeepSeek-V4.1 for transformers: language model, vision model, and the classes with a head.
 
         input_ids ── embed ── N equal streams ──> layers 0 … L-1 (Dsv4DecoderLayer) ── collapse ── norm ── head
 
@@ -18,7 +18,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPooling,
+    MoeCausalLMOutputWithPast,
+    MoeModelOutputWithPast,
+)
 from transformers.utils import can_return_tuple
 from transformers.utils.deprecation import deprecate_kwarg
 
@@ -38,6 +42,7 @@ from .quantization import register_quantizer
 from .released_loading import ReleasedCheckpointMixin, weight_transforms
 from .rotary import rotary_frequencies, rotary_table
 from .sequence_layout import SequenceLayout, check_position_ids, read_attention_mask
+from .vision import Dsv41MultiModalProjector, Dsv41VisionTower, image_span, unshuffle, unshuffle_index
 from .weight_names import WeightNames
 
 # Start of the mixing scales: the static coefficients A = 0.5, C = 1 dominate a fresh model (V4 report section 2.2).
@@ -72,16 +77,22 @@ def _composite(config) -> Dsv41Config:
     return config if hasattr(config, "text_config") else Dsv41Config(text_config=config)
 
 
-def _text_only(config) -> Dsv41Config:
-    """Return the config of a model without vision tower and drafts: what it would save must say so."""
+def _without_absent_parts(config, has_vision: bool) -> Dsv41Config:
+    """Return the config of a class that has no drafts, and maybe no vision tower: what it saves must say so.
+
+    The text config of the result is shared with `config` where nothing in it changes, so that a setting made on a model
+    reaches its parts.
+    """
     config = _composite(config)
     text = config.text_config
-    if config.vision_config is None and not text.num_nextn_predict_layers:
-        return config
-    config = copy.deepcopy(config)
-    config.vision_config, text = None, config.text_config
-    text.num_nextn_predict_layers = 0
-    text.compress_ratios = text.compress_ratios[: text.num_hidden_layers]
+    if text.num_nextn_predict_layers:
+        config, text = copy.copy(config), copy.deepcopy(text)
+        text.num_nextn_predict_layers = 0
+        text.compress_ratios = text.compress_ratios[: text.num_hidden_layers]
+        config.text_config = text
+    if config.vision_config is not None and not has_vision:
+        config = copy.copy(config)
+        config.vision_config = None
     return config
 
 
@@ -108,6 +119,8 @@ class Dsv41PreTrainedModel(ReleasedCheckpointMixin, PreTrainedModel):
         if isinstance(module, (nn.Linear, nn.Embedding, Dsv4TopKRouter)):
             if module.weight.dtype.itemsize > 1:  # packed weights come from a file, never from here
                 init.normal_(module.weight, mean=0.0, std=std)
+            if getattr(module, "bias", None) is not None:
+                init.zeros_(module.bias)
             if isinstance(module, Dsv4TopKRouter):
                 init.zeros_(module.e_score_correction_bias)
                 init.zeros_(module.e_score_correction_bias_vl)
@@ -125,6 +138,9 @@ class Dsv41PreTrainedModel(ReleasedCheckpointMixin, PreTrainedModel):
         elif isinstance(module, Dsv4EngramMemory):
             init.ones_(module.q_weight)
             init.ones_(module.k_weight)
+        elif isinstance(module, Dsv41Model):
+            for delimiter in (module.image_start, module.image_newline, module.image_end):
+                init.normal_(delimiter, mean=0.0, std=std)
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Count parameters; packed FP4 counts two a byte, scales count none, host tensors are included."""
@@ -161,11 +177,9 @@ class Dsv41TextModel(Dsv41PreTrainedModel):
     """Language model of DeepSeek-V4.1 without a head."""
 
     weight_names = WeightNames("")
-    # The head belongs to the classes that have one.
-    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
 
     def __init__(self, config: Dsv41Config):
-        super().__init__(_text_only(config))
+        super().__init__(_without_absent_parts(config, has_vision=False))
         text = self.config.get_text_config()
         self.embed_tokens = nn.Embedding(text.vocab_size, text.hidden_size)
         self.layers = nn.ModuleList([Dsv4DecoderLayer(text, layer) for layer in range(text.num_hidden_layers)])
@@ -279,13 +293,151 @@ class Dsv41TextModel(Dsv41PreTrainedModel):
         return LayerContext(layout, tables, frequencies, image_mask), rows
 
 
-class Dsv41ForCausalLM(Dsv41PreTrainedModel, Dsv4GenerationMixin):
+class Dsv41Model(Dsv41PreTrainedModel):
+    """Vision tower, projector and language model of DeepSeek-V4.1, without a head."""
+
+    weight_names = WeightNames("language_model.", "")
+    input_modalities = ("image", "text")
+
+    def __init__(self, config: Dsv41Config):
+        super().__init__(_without_absent_parts(config, has_vision=True))
+        text, vision = self.config.get_text_config(), self.config.vision_config
+        if vision is None:
+            raise ValueError("vision_config is None; accepted: a vision config, or Dsv41ForCausalLM for text alone.")
+        self.vision_tower = Dsv41VisionTower(vision)
+        self.multi_modal_projector = Dsv41MultiModalProjector(vision, text.hidden_size)
+        self.image_start = nn.Parameter(torch.empty(text.hidden_size))
+        self.image_newline = nn.Parameter(torch.empty(text.hidden_size))
+        self.image_end = nn.Parameter(torch.empty(text.hidden_size))
+        self.language_model = Dsv41TextModel(self.config)
+        self.post_init()
+
+    @can_return_tuple
+    def get_image_features(
+        self,
+        pixel_values: torch.Tensor,
+        image_grid_hw: torch.Tensor,
+        image_unshuffle_index: torch.Tensor | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPooling:
+        r"""Encode images.
+
+        Args:
+            pixel_values (`[P, 3, p, p]`, float): patches of all images, row-major per image.
+            image_grid_hw (`[images, 2]`, integer): patch rows and columns of each image.
+            image_unshuffle_index (`[cells, ratio ** 2]`, int64, *optional*): plan of the image processor; made from the
+                grid when absent.
+
+        Returns:
+            `last_hidden_state` `[P, V]` and `pooler_output`: for each image the embeddings of its whole span
+            `[rows * (columns + 1) + 2, H]`.
+
+        Raises:
+            ValueError: if patches, grid and plan disagree.
+        """
+        ratio = self.config.vision_config.downsample_ratio
+        sizes = image_grid_hw.prod(-1).tolist()
+        cells = -(-image_grid_hw // ratio)
+        counts = cells.prod(-1).tolist()
+        if pixel_values.ndim != 4 or sum(sizes) != len(pixel_values):
+            raise ValueError(
+                f"pixel_values has shape {list(pixel_values.shape)}; accepted: [{sum(sizes)}, 3, patch, patch], the "
+                f"patches of image_grid_hw {image_grid_hw.tolist()}."
+            )
+        if image_unshuffle_index is None:
+            image_unshuffle_index = unshuffle_index(image_grid_hw, ratio)
+        if tuple(image_unshuffle_index.shape) != (sum(counts), ratio**2):
+            shape = list(image_unshuffle_index.shape)
+            raise ValueError(f"image_unshuffle_index has shape {shape}; accepted: {[sum(counts), ratio**2]}.")
+        features = self.vision_tower(pixel_values, image_grid_hw)
+        pieces = zip(features.split(sizes), image_unshuffle_index.to(features.device).split(counts), strict=True)
+        projected = self.multi_modal_projector(torch.cat([unshuffle(*piece) for piece in pieces]))
+        delimiters = self.image_start, self.image_newline, self.image_end
+        spans = [
+            image_span(image, columns, *delimiters)
+            for image, columns in zip(projected.split(counts), cells[:, 1].tolist(), strict=True)
+        ]
+        return BaseModelOutputWithPooling(last_hidden_state=features, pooler_output=spans)
+
+    @can_return_tuple
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        image_grid_hw: torch.Tensor | None = None,
+        image_unshuffle_index: torch.Tensor | None = None,
+        cache: Dsv4Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        mm_encoder_outputs: dict[str, BaseModelOutputWithPooling] | None = None,
+        **kwargs,
+    ) -> Dsv41ModelOutput:
+        r"""Put image embeddings in their places and run the language model; other arguments as in `Dsv41TextModel`.
+
+        Args:
+            pixel_values, image_grid_hw, image_unshuffle_index: see `get_image_features`. Images fill the positions of
+                `image_token_id` in reading order over the batch.
+            mm_encoder_outputs (`{"image": output of get_image_features}`, *optional*): instead of pixels; a part of the
+                positions may come in one call and the rest in the next (chunked prefill).
+
+        Raises:
+            ValueError: if the number of image positions and embeddings differ.
+        """
+        encoded = (mm_encoder_outputs or {}).get("image")
+        if pixel_values is not None:
+            if encoded is not None or image_grid_hw is None:
+                problem = "mm_encoder_outputs as well" if encoded is not None else "no image_grid_hw"
+                raise ValueError(f"pixel_values came with {problem}; accepted: pixel_values with image_grid_hw alone.")
+            encoded = self.get_image_features(pixel_values, image_grid_hw, image_unshuffle_index, return_dict=True)
+        if inputs_embeds is None and input_ids is not None:
+            inputs_embeds = self._embed(input_ids, encoded)
+        return self.language_model(input_ids=input_ids, inputs_embeds=inputs_embeds, cache=cache, **kwargs)
+
+    def _embed(self, input_ids: torch.Tensor, encoded: BaseModelOutputWithPooling | None) -> torch.Tensor:
+        """Token embeddings `[B, S, H]` with the image positions overwritten."""
+        embeds = self.language_model.embed_tokens(input_ids)
+        places = input_ids == self.config.image_token_id
+        count = int(places.sum())
+        spans = [] if encoded is None else list(encoded.pooler_output)
+        given = sum(len(span) for span in spans)
+        if count != given:
+            raise ValueError(
+                f"input_ids has {count} image positions (id {self.config.image_token_id}) and the images have {given} "
+                "embeddings; accepted: as many of one as of the other."
+            )
+        if not count:
+            return embeds
+        return embeds.masked_scatter(places[..., None], torch.cat(spans).to(embeds))
+
+
+class _CausalHead:
+    """Logits and loss on top of a model's output, for the classes with a head."""
+
+    def _add_head(self, outputs: Dsv41ModelOutput, labels, logits_to_keep, num_items_in_batch=None):
+        """Return logits of the kept positions, the loss if there are labels, and the model's optional outputs."""
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, keep])
+        loss = None
+        if labels is not None:
+            options = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **options)
+        return Dsv41CausalLMOutput(
+            loss=loss,
+            logits=logits,
+            cache=outputs.cache,
+            hidden_states=outputs.hidden_states,
+            router_logits=outputs.router_logits,
+            selections=outputs.selections,
+        )
+
+
+class Dsv41ForCausalLM(_CausalHead, Dsv41PreTrainedModel, Dsv4GenerationMixin):
     """DeepSeek-V4.1 as a text model: language model and prediction head."""
 
     weight_names = WeightNames("model.")
 
     def __init__(self, config: Dsv41Config):
-        super().__init__(_text_only(config))
+        super().__init__(_without_absent_parts(config, has_vision=False))
         text = self.config.get_text_config()
         self.model = Dsv41TextModel(self.config)
         self.vocab_size = text.vocab_size
@@ -305,6 +457,7 @@ class Dsv41ForCausalLM(Dsv41PreTrainedModel, Dsv4GenerationMixin):
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs,
     ) -> Dsv41CausalLMOutput:
         r"""Run the model; arguments as in `Dsv41TextModel`, and:
@@ -312,6 +465,7 @@ class Dsv41ForCausalLM(Dsv41PreTrainedModel, Dsv4GenerationMixin):
         Args:
             labels (`[B, S]`, int64, *optional*): token ids, -100 where no loss is taken; shifted inside.
             logits_to_keep (`int` or index tensor, *optional*, defaults to 0): last positions with logits, 0 = all.
+            num_items_in_batch (*optional*): labels of the whole batch, when this call is a part of it; divides the loss.
         """
         outputs = self.model(
             input_ids=input_ids,
@@ -320,26 +474,67 @@ class Dsv41ForCausalLM(Dsv41PreTrainedModel, Dsv4GenerationMixin):
             cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
-            return_dict=True,
-            **{k: v for k, v in kwargs.items() if k not in ("return_dict", "num_items_in_batch")},
+            **(kwargs | {"return_dict": True}),
         )
-        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, keep])
-        loss = None
-        if labels is not None:
-            options = {k: v for k, v in kwargs.items() if k == "num_items_in_batch"}
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **options)
-        return Dsv41CausalLMOutput(
-            loss=loss,
-            logits=logits,
-            cache=outputs.cache,
-            hidden_states=outputs.hidden_states,
-            router_logits=outputs.router_logits,
-            selections=outputs.selections,
-        )
+        return self._add_head(outputs, labels, logits_to_keep, num_items_in_batch)
 
 
-for _model_class in (Dsv41TextModel, Dsv41ForCausalLM):
+class Dsv41ForConditionalGeneration(_CausalHead, Dsv41PreTrainedModel, Dsv4GenerationMixin):
+    """DeepSeek-V4.1 with images: vision tower, projector, language model and prediction head."""
+
+    weight_names = WeightNames("model.language_model.", "model.")
+    input_modalities = ("image", "text")
+
+    def __init__(self, config: Dsv41Config):
+        super().__init__(_without_absent_parts(config, has_vision=True))
+        text = self.config.get_text_config()
+        self.model = Dsv41Model(self.config)
+        self.vocab_size = text.vocab_size
+        self.lm_head = Dsv4Head(text.hidden_size, text.vocab_size)
+        self.post_init()
+        self.set_generation_options()
+
+    def get_image_features(self, *args, **kwargs) -> BaseModelOutputWithPooling:
+        """Encode images; see `Dsv41Model.get_image_features`."""
+        return self.model.get_image_features(*args, **kwargs)
+
+    @can_return_tuple
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: Dsv4Cache | None = None,
+        pixel_values: torch.Tensor | None = None,
+        image_grid_hw: torch.Tensor | None = None,
+        image_unshuffle_index: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        mm_encoder_outputs: dict[str, BaseModelOutputWithPooling] | None = None,
+        **kwargs,
+    ) -> Dsv41CausalLMOutput:
+        r"""Run the model; images as in `Dsv41Model`, everything else as in `Dsv41ForCausalLM`."""
+        outputs = self.model(
+            input_ids=input_ids,
+            pixel_values=pixel_values,
+            image_grid_hw=image_grid_hw,
+            image_unshuffle_index=image_unshuffle_index,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            mm_encoder_outputs=mm_encoder_outputs,
+            **(kwargs | {"return_dict": True}),
+        )
+        return self._add_head(outputs, labels, logits_to_keep, num_items_in_batch)
+
+
+for _model_class in (Dsv41TextModel, Dsv41Model, Dsv41ForCausalLM, Dsv41ForConditionalGeneration):
     register_checkpoint_conversion_mapping(
         _model_class.__name__, weight_transforms(_model_class.weight_names), overwrite=True
     )

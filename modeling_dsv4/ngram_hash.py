@@ -172,7 +172,7 @@ class Dsv4NgramHash(nn.Module):
         self.pad_token_id = config.engram_pad_token_id
         self.vocab_size, self.compressed_size = config.vocab_size, config.engram_compressed_vocab_size
         self.primes, self.multipliers = engram_primes(config), engram_multipliers(config)
-        for layer, rows, sizes in zip(self.layer_ids, config.engram_num_embeddings, self.primes):
+        for layer, rows, sizes in zip(self.layer_ids, config.engram_num_embeddings, self.primes, strict=True):
             needed = sum(map(sum, sizes))
             if rows < needed:
                 raise ValueError(

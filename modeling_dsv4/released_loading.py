@@ -203,7 +203,7 @@ class ReleasedCheckpoint:
         bank = torch.empty(parameter.shape, dtype=parameter.dtype)
         for expert in range(len(bank)):
             sources = _bank_sources(name, expert)
-            for source, place in zip(sources, bank[expert].chunk(len(sources))):
+            for source, place in zip(sources, bank[expert].chunk(len(sources)), strict=True):
                 self._check(source, torch.empty(place.shape, dtype=place.dtype, device="meta"))
                 place.copy_(self._float_or_stored(source, parameter.dtype))
         return bank
