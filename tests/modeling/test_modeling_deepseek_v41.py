@@ -135,6 +135,12 @@ def test_k1_optional_outputs_are_in_the_callers_columns(model):
             assert torch.equal(out.selections[layer][b][real], chosen[0])
 
 
+def _documents(*lengths):
+    """The causal mask of documents packed into each row."""
+    blocks = [torch.ones(n, n, dtype=torch.bool).tril() for n in lengths]
+    return torch.block_diag(*blocks).bool().expand(2, 1, -1, -1)
+
+
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
@@ -142,12 +148,24 @@ def test_k1_optional_outputs_are_in_the_callers_columns(model):
         (torch.zeros(2, LENGTH), "without a single real token"),
         (torch.eye(LENGTH, dtype=torch.bool).expand(2, 1, -1, -1), "hides more than padding"),
         (torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool), "hides more than padding"),
+        (_documents(20, LENGTH - 20), "hides more than padding"),
+        (torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool).tril().triu(-7), "hides more than padding"),
         (torch.ones(2, 2, LENGTH, LENGTH, dtype=torch.bool).tril(), "attention_mask has shape"),
     ],
 )
 def test_k1_other_masks_are_refused(model, ids, mask, message):
     with pytest.raises(ValueError, match=message):
         run(model, ids, attention_mask=mask)
+
+
+@pytest.mark.parametrize("fill", [True, False])
+def test_k1_rows_of_padded_queries_may_be_filled(model, fill):
+    """Some libraries let the rows of padding attend everything, others nothing."""
+    ids, mask = _padded([some_ids(1, n, seed=n)[0] for n in ROW_LENGTHS], SIDES["left"])
+    full = _as_given(mask, "4d bool").clone()
+    full.masked_fill_(~mask.bool()[:, None, :, None], fill)
+    logits = [run(model, ids, attention_mask=m).logits[mask.bool()] for m in (mask, full)]
+    assert torch.equal(*logits)
 
 
 def test_k1_a_mask_that_contradicts_the_cache_is_refused(model, ids):
@@ -359,6 +377,7 @@ def test_k4_every_length_equals_the_oracle(model, oracle_run):
     [
         {"index_topk": None, "candidate_source_layer_id": -1},
         {"candidate_source_layer_id": -1},
+        {"candidate_source_layer_id": 2},
         {"compress_ratios": [0, 0, 3, 3, 3, 4, 4, 4]},
         {"sliding_window": 1},
         {"hc_mult": 2, "engram_layer_ids": [0, 7]},
@@ -376,14 +395,15 @@ def test_k4_other_schedules_equal_the_oracle(changed):
         expected = text_model.forward(oracle_weights(model), text, ids.numpy(), token_map=list(range(128)))["logits"]
     else:
         expected = oracle_logits(model, ids.numpy())
-    assert np.abs(run(model, ids).logits.numpy() - expected).max() < ORACLE
+    for length in (1, 2, 3, 5, 19):
+        assert np.abs(run(model, ids[:, :length]).logits.numpy() - expected[:, :length]).max() < ORACLE
 
 
 # Another value for every key of the text part that is read in a forward and changes no shape.
 OTHER_VALUES = {
     "swiglu_limit": 1.0, "rms_norm_eps": 1e-2, "rope_theta": 500.0, "compress_rope_theta": 500.0,
-    "rope_scaling.rope_type": "default", "rope_scaling.factor": 8, "rope_scaling.beta_fast": 8,
-    "rope_scaling.beta_slow": 2, "rope_scaling.original_max_position_embeddings": 32,
+    "rope_scaling.rope_type": "default", "rope_scaling.factor": 8, "rope_scaling.beta_fast": 2,
+    "rope_scaling.beta_slow": 0.25, "rope_scaling.original_max_position_embeddings": 128,
     "num_experts_per_tok": 3, "norm_topk_prob": False, "routed_scaling_factor": 2.5, "sliding_window": 7,
     "compress_ratios": [0, 0, 3, 3, 3, 1, 1, 1], "index_topk": 3, "candidate_source_layer_id": -1,
     "candidate_topk_blocks": 1, "candidate_block_size": 3, "hc_sinkhorn_iters": 2, "hc_eps": 1e-2,
@@ -469,7 +489,7 @@ def test_hidden_states_are_collapsed_layer_inputs_and_the_final_state(model, ora
     states = run(model, ids, output_hidden_states=True).hidden_states
     assert len(states) == 9
     for layer, state in enumerate(states[:-1]):
-        assert np.abs(state.numpy() - expected[f"layer_input.{layer}"]).max() < ORACLE
+        assert np.abs(state.numpy() - expected[f"layer_input.{layer}"]).max() < 10 * ORACLE  # values up to 20
     assert np.abs(states[-1].numpy() - expected["final_hidden"]).max() < ORACLE
     torch.testing.assert_close(states[0], model.get_input_embeddings()(ids).detach())
     torch.testing.assert_close(model.lm_head(states[-1]).detach(), run(model, ids).logits, atol=EXACT, rtol=0)
@@ -587,8 +607,7 @@ def test_no_cache_is_made_while_training(ids):
     assert run(model, ids).cache is None
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing_gives_the_same_gradients(reentrant):
+def test_gradient_checkpointing_gives_the_same_gradients():
     model, ids = new_model(torch.float64).train(), some_ids(2, 21, seed=3)
     ids[1, 4:8] = IMAGE
     calls = []
@@ -603,12 +622,29 @@ def test_gradient_checkpointing_gives_the_same_gradients(reentrant):
 
     plain = gradients()
     assert len(calls) == 1
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.activation_checkpointing_enable()
     checkpointed = gradients()
     assert len(calls) == 2  # really recomputed
     assert set(plain) == set(checkpointed)
     for name, gradient in plain.items():
         assert torch.equal(checkpointed[name], gradient), name
+
+
+def test_gradient_checkpointing_and_caches_exclude_each_other():
+    """The recompute would append every token a second time."""
+    model, ids = new_model().train(), some_ids(2, 9)
+    model.activation_checkpointing_enable()
+    assert model(ids, use_cache=True).cache is None
+    with pytest.raises(ValueError, match="fill it twice"):
+        model(ids, cache=Dsv4Cache(model.config))
+    assert isinstance(run(model.eval(), ids).cache, Dsv4Cache)
+    model.activation_checkpointing_disable()
+    assert isinstance(model.train()(ids, use_cache=True).cache, Dsv4Cache)
+
+
+def test_reentrant_checkpointing_is_refused():
+    with pytest.raises(ValueError, match="use_reentrant is True"):
+        new_model().activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": True})
 
 
 def test_every_parameter_but_the_indexer_learns():
