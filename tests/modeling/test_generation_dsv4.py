@@ -48,11 +48,15 @@ def expected():
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """One token per number: ids and text are the same thing."""
-    vocabulary = {str(i): i for i in range(128)}
-    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="0"))
+    """One word per id (see `words`); the text says which ids were there."""
+    raw = Tokenizer(models.WordLevel({f"t{i:03}": i for i in range(128)}, unk_token="t000"))
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="0", eos_token="2", padding_side="left")
+    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="t000", eos_token="t002", padding_side="left")
+
+
+def words(ids):
+    """The words of a row of ids, special ones left out."""
+    return [f"t{int(i):03}" for i in ids if i not in (0, 2)]
 
 
 # ---- the modes -------------------------------------------------------------------------------------------------------------
@@ -154,14 +158,14 @@ def _repeating(model):
 @pytest.mark.parametrize("kv_format", ["packed", "float"])
 def test_prompt_lookup_is_greedy(model, kv_format):
     ids = _repeating(model)
-    lengths, forward = [], model.model.forward
+    lengths = []
     out = model.generate(ids, **GREEDY, prompt_lookup_num_tokens=4, kv_format=kv_format)
     assert torch.equal(out, model.generate(ids, **GREEDY))
     # The drafts were really verified: some forward took more than one new token.
     hook = model.model.layers[0].register_forward_pre_hook(lambda m, args: lengths.append(args[0].streams.shape[1]))
     model.generate(ids, **GREEDY, prompt_lookup_num_tokens=4)
     hook.remove()
-    assert any(1 < n < ids.shape[1] for n in lengths) and forward is not None
+    assert any(1 < n < ids.shape[1] for n in lengths)
 
 
 @pytest.mark.parametrize("draft_tokens", [1, 5])
@@ -181,26 +185,41 @@ def test_assisted_sampling_draws_the_same_kind_of_tokens(model):
     assert out.shape == (1, PROMPT + NEW)
 
 
-def test_inputs_embeds_beside_input_ids(model, ids, expected):
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_inputs_embeds_beside_input_ids(model, ids, num_beams):
+    embeds, options = model.get_input_embeddings()(ids).detach(), GREEDY | {"num_beams": num_beams}
+    expected = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, inputs_embeds=embeds, **options), expected)
+    assert not torch.equal(model.generate(ids, inputs_embeds=embeds.flip(1), **options), expected)
+    with pytest.raises(ValueError, match="inputs_embeds without input_ids"):
+        model.generate(inputs_embeds=embeds, **options)
+
+
+def test_inputs_embeds_alone_without_engram(ids):
+    model = new_model(torch.float64, engram_layer_ids=[], engram_num_embeddings=[])
     embeds = model.get_input_embeddings()(ids).detach()
-    assert torch.equal(model.generate(ids, inputs_embeds=embeds, **GREEDY), expected)
+    answers = model.generate(ids, **GREEDY)[:, PROMPT:]
+    assert torch.equal(model.generate(inputs_embeds=embeds, **GREEDY), answers)
 
 
 def test_streamer(model, tokenizer, expected):
     ids, text = some_ids(2, PROMPT, seed=11)[:1], io.StringIO()
     with redirect_stdout(text):
-        model.generate(ids, **GREEDY, streamer=TextStreamer(tokenizer, skip_prompt=True))
-    assert text.getvalue().split() == [str(int(t)) for t in expected[0, PROMPT:]]
+        model.generate(ids, **GREEDY, streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
+    assert text.getvalue().split() == words(expected[0, PROMPT:])
 
 
-def test_pipeline(model, tokenizer, expected):
-    ids = some_ids(2, PROMPT, seed=11)
+def test_pipeline(model, tokenizer):
+    """Prompts of different length in one batch of the pipeline."""
+    rows = [some_ids(1, n, seed=n)[0] for n in (5, PROMPT)]
+    options = {k: v for k, v in GREEDY.items() if k != "eos_token_id"}
     make = pipeline("text-generation", model=model, tokenizer=tokenizer)
-    prompts = [" ".join(str(int(t)) for t in row) for row in ids]
-    answers = make(prompts, return_full_text=False, **{k: v for k, v in GREEDY.items() if k != "eos_token_id"},
-                   eos_token_id=-1)  # fmt: skip
-    for answer, row in zip(answers, expected, strict=True):
-        assert answer[0]["generated_text"].split() == [str(int(t)) for t in row[PROMPT:]]
+    prompts = [" ".join(words(row)) for row in rows]
+    for batch_size in (1, 2):
+        answers = make(prompts, return_full_text=False, batch_size=batch_size, **options)
+        for answer, row in zip(answers, rows, strict=True):
+            alone = model.generate(row[None], **options, eos_token_id=2)[0, len(row) :]
+            assert answer[0]["generated_text"].split() == words(alone)
 
 
 def test_outputs_of_every_step(model, ids, expected):
@@ -231,7 +250,6 @@ def test_outputs_of_every_step(model, ids, expected):
         ({"cache_implementation": "offloaded"}, "cache_implementation is 'offloaded'"),
         ({"cache_implementation": "offloaded_static"}, "cache_implementation is 'offloaded_static'"),
         ({"cache_implementation": "quantized"}, "cache_implementation is 'quantized'"),
-        ({"cache_implementation": "hybrid"}, "cache_implementation is 'hybrid'"),
         ({"cache_implementation": "paged"}, "paged"),
         ({"past_key_values": DynamicCache()}, "cache is a DynamicCache; accepted: Dsv4Cache"),
         ({"cache": DynamicCache()}, "cache is a DynamicCache; accepted: Dsv4Cache"),
@@ -249,7 +267,7 @@ def test_continuous_batching_is_refused(model, ids):
         model.generate_batch(ids.tolist())
 
 
-@pytest.mark.parametrize("options", [{"penalty_alpha": 0.6, "top_k": 4}, {"dola_layers": "low"}, {"num_beam_groups": 3}])
+@pytest.mark.parametrize("options", [{"penalty_alpha": 0.6, "top_k": 4}, {"dola_layers": "low"}, {"num_beams": 3, "num_beam_groups": 3, "diversity_penalty": 0.5}])
 def test_modes_that_transformers_moved_out_say_so(model, ids, options):
     """They need `custom_generate` code from the Hub; without it transformers raises, it does not decode something else."""
     with pytest.raises((ValueError, OSError, ImportError, TypeError)):
