@@ -66,7 +66,8 @@ def hyper_connection_coefficients(
     """
     count = streams.shape[-2]
     x = wide(streams).flatten(-2)
-    u = (x @ fn.to(x.dtype).mT) * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm_eps)
+    # Everything downstream hangs on these few numbers: a division rounds once less than a product with a reciprocal.
+    u = (x @ fn.to(x.dtype).mT) / torch.sqrt(x.square().mean(-1, keepdim=True) + norm_eps)
     pre, post, comb = u.split([count, count, count * count], dim=-1)
     pre_base, post_base, comb_base = base.to(x.dtype).split([count, count, count * count])
     pre = torch.sigmoid(pre * scale[0] + pre_base) + eps

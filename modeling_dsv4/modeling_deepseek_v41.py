@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -114,7 +115,9 @@ class Dsv41PreTrainedModel(ReleasedCheckpointMixin, PreTrainedModel):
     # Everything that depends on the sequence is in the cache, which can be rolled back.
     _is_stateful = False
     _can_compile_fullgraph = False
-    _keep_in_fp32_modules_strict = ["attn_hc", "ffn_hc", "sinks", "e_score_correction_bias"]
+    _keep_in_fp32_modules_strict = [
+        "attn_hc", "ffn_hc", "sinks", "e_score_correction_bias", "e_score_correction_bias_vl",
+    ]  # fmt: skip
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -158,9 +161,11 @@ class Dsv41PreTrainedModel(ReleasedCheckpointMixin, PreTrainedModel):
         return total + sum(t.numel() * (2 if t.dtype == torch.int8 else 1) for t in tensors)
 
     def _set_gradient_checkpointing(self, enable: bool = True, gradient_checkpointing_func=checkpoint, **kwargs):
-        """Refuse the reentrant form, which sees no gradient through the tuples that layers hand on."""
-        if enable and getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant"):
-            raise ValueError("use_reentrant is True; accepted: False (transformers' default).")
+        """Replace the reentrant form, which sees no gradient through the tuples that layers hand on."""
+        options = getattr(gradient_checkpointing_func, "keywords", {})
+        if enable and options.get("use_reentrant"):
+            logger.warning_once("use_reentrant=True: layers hand on tuples, so use_reentrant=False is used instead.")
+            gradient_checkpointing_func = partial(gradient_checkpointing_func, use_reentrant=False)
         super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, **kwargs)
 
     def set_tokenizer(self, tokenizer) -> None:
@@ -237,6 +242,8 @@ class Dsv41TextModel(Dsv41PreTrainedModel):
         context, rows = self._context(input_ids, layout, cache, embeds)
         streams = layout.shift(embeds).unsqueeze(2).expand(-1, -1, self.config.text_config.hc_mult, -1)
         flow = StreamState(streams.contiguous(), first_pre(streams), SharedState())
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         wanted = output_hidden_states, output_router_logits, output_selections
         capture = OutputCapture(self.config.text_config, layout, *wanted)
         for index, layer in enumerate(self.layers):
@@ -274,7 +281,9 @@ class Dsv41TextModel(Dsv41PreTrainedModel):
             raise ValueError("output_attentions is True; accepted: False. Attention weights are never materialised.")
         check_cache(cache)
         if cache is not None and self._checkpoints:
-            raise ValueError("cache is given while gradients are checkpointed, which would fill it twice; accepted: None.")
+            raise ValueError(
+                "cache is given while gradients are checkpointed, which would fill it twice; accepted: None."
+            )
         check_replay(decoder_replay)
 
     def _layout(self, attention_mask, position_ids, cache, embeds) -> tuple[SequenceLayout, torch.Tensor | None]:
@@ -433,13 +442,17 @@ class Dsv41Model(Dsv41PreTrainedModel):
 class _CausalHead:
     """Logits and loss on top of a model's output, for the classes with a head."""
 
-    def _add_head(self, outputs: Dsv41ModelOutput, labels, logits_to_keep, num_items_in_batch=None):
-        """Return logits of the kept positions, the loss if there are labels, and the model's optional outputs."""
+    def _add_head(self, outputs: Dsv41ModelOutput, labels, logits_to_keep, num_items_in_batch=None, shift_labels=None):
+        """Return logits of the kept positions, the loss if there are labels, and the model's optional outputs.
+
+        `shift_labels` `[B, S]` are labels already shifted, as sequence parallelism passes them; they win over `labels`.
+        """
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, keep])
         loss = None
-        if labels is not None:
-            options = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
+        if labels is not None or shift_labels is not None:
+            options = {"num_items_in_batch": num_items_in_batch, "shift_labels": shift_labels}
+            options = {name: value for name, value in options.items() if value is not None}
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **options)
         return Dsv41CausalLMOutput(
             loss=loss,
@@ -487,6 +500,7 @@ class Dsv41ForCausalLM(_CausalHead, Dsv41PreTrainedModel, Dsv4GenerationMixin):
             logits_to_keep (`int` or index tensor, *optional*, defaults to 0): last positions with logits, 0 = all.
             num_items_in_batch (*optional*): labels of the whole batch, when this call is a part of it; divides the loss.
         """
+        shift_labels = kwargs.pop("shift_labels", None)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -496,7 +510,7 @@ class Dsv41ForCausalLM(_CausalHead, Dsv41PreTrainedModel, Dsv4GenerationMixin):
             use_cache=use_cache,
             **(kwargs | {"return_dict": True}),
         )
-        return self._add_head(outputs, labels, logits_to_keep, num_items_in_batch)
+        return self._add_head(outputs, labels, logits_to_keep, num_items_in_batch, shift_labels)
 
 
 class Dsv41ForConditionalGeneration(_CausalHead, Dsv41PreTrainedModel, Dsv4GenerationMixin):
@@ -538,6 +552,7 @@ class Dsv41ForConditionalGeneration(_CausalHead, Dsv41PreTrainedModel, Dsv4Gener
         **kwargs,
     ) -> Dsv41CausalLMOutput:
         r"""Run the model; images as in `Dsv41Model`, everything else as in `Dsv41ForCausalLM`."""
+        shift_labels = kwargs.pop("shift_labels", None)
         outputs = self.model(
             input_ids=input_ids,
             pixel_values=pixel_values,
@@ -551,7 +566,7 @@ class Dsv41ForConditionalGeneration(_CausalHead, Dsv41PreTrainedModel, Dsv4Gener
             mm_encoder_outputs=mm_encoder_outputs,
             **(kwargs | {"return_dict": True}),
         )
-        return self._add_head(outputs, labels, logits_to_keep, num_items_in_batch)
+        return self._add_head(outputs, labels, logits_to_keep, num_items_in_batch, shift_labels)
 
 
 for _model_class in (Dsv41TextModel, Dsv41Model, Dsv41ForCausalLM, Dsv41ForConditionalGeneration):
