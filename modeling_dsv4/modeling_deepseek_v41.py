@@ -245,7 +245,7 @@ class Dsv41TextModel(Dsv41PreTrainedModel):
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         wanted = output_hidden_states, output_router_logits, output_selections
-        capture = OutputCapture(self.config.text_config, layout, *wanted)
+        capture = OutputCapture(self.config.text_config, layout, *wanted, embeddings=embeds)
         for index, layer in enumerate(self.layers):
             with capture.watching(layer, flow):
                 flow = layer(flow, context, rows.get(index), None if cache is None else cache.layers[index])
