@@ -16,7 +16,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedTokenizerFast
 from modeling_dsv4 import Dsv4Cache, Dsv41ForCausalLM
 from tests.modeling.tiny_model import PAD, new_model, shared_model, some_ids
 
-NEW = 14
+NEW = 11
 GREEDY = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": PAD}
 PROMPT = 19
 
@@ -146,7 +146,7 @@ def test_a_returned_cache_is_continued(model, ids, expected):
         assert torch.equal(model.generate(turn, **GREEDY, **{name: copy.deepcopy(cache)}), fresh)
 
 
-@pytest.mark.parametrize("size", [1, 4, 7, 64])
+@pytest.mark.parametrize("size", [1, 7, 64])
 def test_prefill_in_chunks(model, ids, expected, size):
     assert torch.equal(model.generate(ids, **GREEDY, prefill_chunk_size=size), expected)
 

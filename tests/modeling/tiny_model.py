@@ -15,6 +15,9 @@ from modeling_dsv4.moe import Dsv4TopKRouter
 from tests.reference import text_model
 
 PAD, IMAGE = 0, 127
+LENGTH = 41
+EXACT = 1e-9  # float64, the same sums in another order
+ORACLE = 2e-6  # float64 model; its rotary tables are float32 numbers, the oracle's are not
 TEXT = {
     "vocab_size": 128, "hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 8,
     "num_attention_heads": 4, "head_dim": 32, "qk_rope_head_dim": 16, "q_lora_rank": 32, "o_lora_rank": 32, "o_groups": 2,
@@ -98,3 +101,27 @@ def oracle_logits(model, input_ids, **options):
     options.setdefault("token_map", list(range(text["vocab_size"])))
     weights = options.pop("weights", None) or oracle_weights(model)
     return text_model.forward(weights, text, np.asarray(input_ids), **options)["logits"]
+
+
+def two_rows():
+    """Ids `[2, LENGTH]`; the second row has an image span and repeats n-grams of the first."""
+    ids = some_ids(2, LENGTH, seed=1)
+    ids[1, 20:26] = IMAGE
+    ids[1, 30:38] = ids[0, 3:11]
+    return ids
+
+
+@torch.no_grad()
+def run(model, ids, **options):
+    """Run a model without gradients."""
+    return model(ids, **options)
+
+
+@cache
+def oracle_row():
+    """One row of ids with an image span, and everything that the oracle makes of it with the shared float64 model."""
+    model, ids = shared_model(torch.float64), some_ids(1, LENGTH, seed=1)
+    ids[0, 20:26] = IMAGE
+    text = model.config.text_config.to_dict()
+    weights, identity = oracle_weights(model), list(range(text["vocab_size"]))
+    return ids, text_model.forward(weights, text, ids.numpy(), image_mask=(ids == IMAGE).numpy(), token_map=identity)
