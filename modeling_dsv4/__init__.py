@@ -9,7 +9,9 @@ from transformers import (
 )
 
 from .cache import Dsv4Cache
+from .configuration_deepseek_v4 import Dsv4Config
 from .configuration_deepseek_v41 import Dsv41Config, Dsv41TextConfig, Dsv41VisionConfig
+from .modeling_deepseek_v4 import Dsv4ForCausalLM, Dsv4Model
 from .modeling_deepseek_v41 import (
     Dsv41ForCausalLM,
     Dsv41ForConditionalGeneration,
@@ -26,6 +28,9 @@ AutoModelForMultimodalLM.register(Dsv41Config, Dsv41ForConditionalGeneration, ex
 
 __all__ = [
     "Dsv4Cache",
+    "Dsv4Config",
+    "Dsv4ForCausalLM",
+    "Dsv4Model",
     "Dsv4QuantizationConfig",
     "Dsv41Config",
     "Dsv41ForCausalLM",

@@ -18,7 +18,16 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .cache_storage import COMPRESSED_NVFP4, INDEX_MXFP4, UNROUNDED, WINDOW_FP8, CacheCodec, EntryStore, TokenRing
+from .cache_storage import (
+    COMPRESSED_NVFP4,
+    INDEX_MXFP4,
+    UNROUNDED,
+    WINDOW_FP8,
+    CacheCodec,
+    EntryStore,
+    TokenRing,
+    unrotated_fp8,
+)
 from .sequence_layout import SequenceLayout
 
 KV_FORMATS = ("packed", "float")
@@ -29,17 +38,21 @@ MAX_RECORDED = 128
 class SourceStore:
     """What a source layer owns for itself and the layers that read it: entries, index keys, the open group."""
 
-    def __init__(self, ratio: int, rollback: int, entries: CacheCodec, index: CacheCodec, capacity: int | None):
-        self.ratio = ratio
-        limit = None if capacity is None else capacity // ratio
-        self.entries = EntryStore(entries, limit)
-        self.index_keys = EntryStore(index, limit)
+    def __init__(self, config, layer: int, rollback: int, codecs: dict[str, CacheCodec], capacity: int | None):
+        self.ratio = config.ratio(layer)
+        limit = None if capacity is None else capacity // self.ratio
+        self.entries = EntryStore(codecs["compressed"], limit)
+        self.index_keys = EntryStore(codecs["index"], limit) if config.selects(layer) else None
         # Projected tokens that the next group, or a group re-opened by a rollback, still needs. Never rounded.
-        self.open_group = TokenRing(ratio - 1 + rollback, UNROUNDED) if ratio > 1 else None
+        reach = self.ratio * (2 if config.overlaps(layer) else 1) - 1 + rollback
+        self.open_group = TokenRing(reach, UNROUNDED) if self.ratio > 1 else None
+        own_index_group = config.pools_index_keys and config.selects(layer)
+        self.open_index_group = TokenRing(reach, UNROUNDED) if own_index_group else None
 
     @property
     def parts(self) -> list:
-        return [part for part in (self.entries, self.index_keys, self.open_group) if part is not None]
+        parts = self.entries, self.index_keys, self.open_group, self.open_index_group
+        return [part for part in parts if part is not None]
 
 
 class Dsv4CacheLayer(CacheLayerMixin):
@@ -113,11 +126,11 @@ class Dsv4Cache(Cache):
         layers = []
         for layer, mode in enumerate(text.layer_modes):
             window = TokenRing(text.sliding_window - 1 + rollback, codecs["window"])
-            ratio = text.compress_ratios[layer]
-            store = SourceStore(ratio, rollback, codecs["compressed"], codecs["index"], max_length)
-            layers.append(Dsv4CacheLayer(self, window, store if mode == "full" else None))
+            store = SourceStore(text, layer, rollback, codecs, max_length) if mode == "full" else None
+            layers.append(Dsv4CacheLayer(self, window, store))
         super().__init__(layers=layers)
-        self.ngram_ids = TokenRing(text.engram_max_ngram_size - 1 + rollback, UNROUNDED)
+        reach = text.engram_max_ngram_size - 1 if text.engram_layer_ids else 0
+        self.ngram_ids = TokenRing(reach + rollback, UNROUNDED) if text.engram_layer_ids else None
         self.record_past = False
         self._clear()
 
@@ -129,7 +142,8 @@ class Dsv4Cache(Cache):
 
     @property
     def _parts(self) -> list:
-        return [part for layer in self.layers for part in layer.parts] + [self.ngram_ids]
+        parts = [part for layer in self.layers for part in layer.parts]
+        return parts if self.ngram_ids is None else [*parts, self.ngram_ids]
 
     # ---- used by the model ------------------------------------------------------------------------------------------
 
@@ -330,10 +344,13 @@ class Dsv4Cache(Cache):
             if layer.store is not None:
                 used = None if allocated else int((self.lengths // layer.store.ratio).sum())
                 sizes["compressed"] += layer.store.entries.nbytes(used)
-                sizes["index"] += layer.store.index_keys.nbytes(used)
-                sizes["state"] += layer.store.open_group.nbytes(longest) if layer.store.open_group else 0
+                if layer.store.index_keys is not None:
+                    sizes["index"] += layer.store.index_keys.nbytes(used)
+                for group in (layer.store.open_group, layer.store.open_index_group):
+                    sizes["state"] += 0 if group is None else group.nbytes(longest)
         masks = [self.lengths, self._droppable] + ([self.column_mask] if self.column_mask is not None else [])
-        sizes["state"] += self.ngram_ids.nbytes(longest) + sum(t.nbytes for t in masks)
+        sizes["state"] += 0 if self.ngram_ids is None else self.ngram_ids.nbytes(longest)
+        sizes["state"] += sum(t.nbytes for t in masks)
         return sizes
 
     def save(self, path: str) -> None:
@@ -385,7 +402,11 @@ def cache_codecs(config, kv_format: str = "float") -> dict[str, CacheCodec]:
     Returns:
         `{"window", "compressed", "index"}` -> `CacheCodec`.
     """
-    codecs = {"window": WINDOW_FP8, "compressed": COMPRESSED_NVFP4, "index": INDEX_MXFP4}
+    if config.cache_formats == "v4":
+        unrotated = unrotated_fp8(config.qk_rope_head_dim)
+        codecs = {"window": unrotated, "compressed": unrotated, "index": INDEX_MXFP4}
+    else:
+        codecs = {"window": WINDOW_FP8, "compressed": COMPRESSED_NVFP4, "index": INDEX_MXFP4}
     if not config.cache_rounding:
         return dict.fromkeys(codecs, UNROUNDED)
     return codecs if kv_format == "packed" else {name: codec.as_float() for name, codec in codecs.items()}

@@ -25,6 +25,9 @@ from .fp_codecs import (
 )
 from .sequence_layout import SequenceLayout, take_rows_from
 
+# Channels per scale of V4's window and compressed entries (contract spec_v4, item 2).
+V4_BLOCK = 64
+
 
 @dataclass(frozen=True)
 class CacheCodec:
@@ -51,6 +54,46 @@ class CacheCodec:
     def as_float(self) -> CacheCodec:
         """The same rounding, stored unpacked."""
         return CacheCodec(self.rounded)
+
+
+@dataclass(frozen=True)
+class UnrotatedFp8Codec(CacheCodec):
+    r"""V4's format: FP8 in blocks of 64 on the channels before the rotary ones, which stay in the model's dtype.
+
+    Source: contract spec_v4, item 2.
+
+    Args:
+        rotary (`int`): channels at the end that are not rounded.
+    """
+
+    rotary: int = 0
+    packed: bool = False
+
+    def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if not self.packed:
+            return (self.rounded(x).detach(),)
+        head, tail = x.detach().split([x.shape[-1] - self.rotary, self.rotary], dim=-1)
+        return *(as_bytes(part) for part in quantize_fp8(head, block=V4_BLOCK)), tail.contiguous()
+
+    def decode(self, parts: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
+        if not self.packed:
+            return parts[0]
+        values, scale, tail = parts
+        head = dequantize_fp8(values.view(torch.float8_e4m3fn), scale, block=V4_BLOCK)
+        return torch.cat([head.to(dtype), tail], dim=-1)
+
+    def as_float(self) -> CacheCodec:
+        return UnrotatedFp8Codec(self.rounded, rotary=self.rotary)
+
+
+def unrotated_fp8(rotary: int) -> UnrotatedFp8Codec:
+    """Return V4's packed codec for vectors whose last `rotary` channels are rotated."""
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        head, tail = x.split([x.shape[-1] - rotary, rotary], dim=-1)
+        return torch.cat([round_fp8(head, block=V4_BLOCK), tail], dim=-1)
+
+    return UnrotatedFp8Codec(rounded, rotary=rotary, packed=True)
 
 
 def _unrounded(x: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ class OutputCapture:
     def watching(self, layer: nn.Module, flow: StreamState):
         """Gather the layer's collapsed input, and its router's logits while it runs."""
         if self.hidden_states is not None:
-            self.hidden_states.append(self.layout.unshift(collapse_streams(flow.streams, flow.pre)))
+            self.hidden_states.append(self.layout.unshift(collapse_streams(flow.streams, layer.entering_pre(flow))))
         routers = [m for m in layer.modules() if isinstance(m, Dsv4TopKRouter)] if self.wants_router else []
         handles = [router.register_forward_hook(self._add_router_logits) for router in routers]
         try:

@@ -117,6 +117,24 @@ class Dsv4HyperConnection(nn.Module):
         return hyper_connection_coefficients(streams, self.fn, self.base, self.scale, **self.settings)
 
 
+class Dsv4HyperHead(nn.Module):
+    """Learned collapse after the last layer (V4): `fn` `[N, N * D]`, `base` `[N]`, `scale` `[1]`, all float32."""
+
+    def __init__(self, config):
+        super().__init__()
+        count = config.hc_mult
+        self.fn = nn.Parameter(torch.empty(count, count * config.hidden_size, dtype=torch.float32))
+        self.base = nn.Parameter(torch.empty(count, dtype=torch.float32))
+        self.scale = nn.Parameter(torch.empty(1, dtype=torch.float32))
+        self.eps, self.norm_eps = config.hc_eps, config.rms_norm_eps
+
+    def forward(self, streams: torch.Tensor) -> torch.Tensor:
+        """Return the pre `[B, S, N]` that collapses `streams` `[B, S, N, D]` (contract spec_v4 item 5)."""
+        x = wide(streams).flatten(-2)
+        u = (x @ self.fn.to(x.dtype).mT) * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.norm_eps)
+        return torch.sigmoid(u * self.scale + self.base.to(x.dtype)) + self.eps
+
+
 def first_pre(streams: torch.Tensor) -> torch.Tensor:
     """Return the pre of the first site, stream 0 alone (contract section 4, item 1): `[B, S, N]`, float32 or wider."""
     pre = torch.zeros_like(wide(streams[..., 0]))
