@@ -186,7 +186,7 @@ def test_nvfp4_scale_bytes_decode():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("scale_dtype", [torch.uint8, torch.float8_e8m0fnu, torch.float32])
-@pytest.mark.parametrize(("code", "value"), list(zip(SCALE_CODES, SCALE_VALUES)))
+@pytest.mark.parametrize(("code", "value"), list(zip(SCALE_CODES, SCALE_VALUES, strict=True)))
 def test_scale_bytes_in_weights(code, value, scale_dtype, dtype):
     if scale_dtype == torch.float32:
         scale = torch.full((2, 1), value)
