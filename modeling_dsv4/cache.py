@@ -58,6 +58,10 @@ class Dsv4CacheLayer(CacheLayerMixin):
         super().__init__()
         self._owner, self.window, self.store = owner, window, store
 
+    def keep_extra(self, columns: int) -> int:
+        """Slots that the window keeps beyond its size for a call of `columns` columns."""
+        return self._owner.keep_extra(columns)
+
     @property
     def parts(self) -> list:
         return [self.window] + (self.store.parts if self.store is not None else [])
@@ -240,7 +244,9 @@ class Dsv4Cache(Cache):
             raise ValueError("crop_rows on an empty cache.")
         dropped = tokens_to_remove.to(self.lengths)
         if dropped.shape != self.lengths.shape or bool((dropped < 0).any()):
-            raise ValueError(f"tokens_to_remove is {tokens_to_remove.tolist()}; accepted: {len(self.lengths)} counts >= 0.")
+            raise ValueError(
+                f"tokens_to_remove is {tokens_to_remove.tolist()}; accepted: {len(self.lengths)} counts >= 0."
+            )
         self._drop(dropped)
         mask = self.column_mask
         if mask is None:

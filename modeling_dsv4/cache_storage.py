@@ -100,7 +100,7 @@ class TokenRing:
             self.dtype = x.dtype
             self.parts = tuple(part.new_zeros(part.shape[0], self.size, *part.shape[2:]) for part in fresh)
         past = self._last(self.size)
-        merged = tuple(torch.cat([old, new], dim=1) for old, new in zip(self.parts, fresh))
+        merged = tuple(torch.cat([old, new], dim=1) for old, new in zip(self.parts, fresh, strict=True))
         kept = min(self.size + keep_extra, merged[0].shape[1])
         # A row with `new` real columns ends at column held + new, where padding starts.
         held = self.parts[0].shape[1]
@@ -208,7 +208,7 @@ class EntryStore:
         rows, kept = torch.arange(len(first), device=x.device)[:, None].expand_as(columns), columns < counts[:, None]
         where = (rows[kept], columns[kept])
         if x.shape[1]:
-            for part, new in zip(self.parts, self.codec.encode(x)):
+            for part, new in zip(self.parts, self.codec.encode(x), strict=True):
                 part[where] = new[kept]
         view = EntryView(tuple(part[:, :total] for part in self.parts), self.codec, x.dtype)
         if not (x.requires_grad and torch.is_grad_enabled()):
@@ -226,7 +226,7 @@ class EntryStore:
         size = self.capacity or max(total, 2 * held, 16)
         sample = self.codec.encode(x.new_zeros(x.shape[0], 1, x.shape[2]))
         grown = tuple(part.new_zeros(part.shape[0], size, *part.shape[2:]) for part in sample)
-        for old, new in zip(self.parts or (), grown):
+        for old, new in zip(self.parts or (), grown, strict=False):
             new[:, :held] = old
         self.parts, self.dtype = grown, x.dtype
 

@@ -65,7 +65,9 @@ def read_header(file: str) -> dict[str, TensorEntry]:
         prefix = handle.read(8)
         length = int.from_bytes(prefix, "little")
         if len(prefix) < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-            raise OSError(f"{file}: header of {length} bytes in a file of {size} bytes; truncated, or not safetensors.")
+            raise OSError(
+                f"{file}: header of {length} bytes in a file of {size} bytes; truncated, or not safetensors."
+            )
         raw = handle.read(length)
     try:
         header = json.loads(raw, object_pairs_hook=_unique_keys)
@@ -171,4 +173,6 @@ def check_index(weight_map: dict[str, str], entries: dict[str, TensorEntry]) -> 
             raise OSError(f"the index names {name} in {shard}, but it is in {actual}.")
     extra = [name for name in entries if name not in weight_map]
     if extra:
-        raise OSError(f"{entries[extra[0]].file} holds {len(extra)} tensors that the index does not name: {extra[:5]}.")
+        raise OSError(
+            f"{entries[extra[0]].file} holds {len(extra)} tensors that the index does not name: {extra[:5]}."
+        )

@@ -408,7 +408,11 @@ class Dsv41TextConfig(_ReleasedConfig):
         check("compress_ratios", "0 for the draft stages, which are window-only", not any(ratios[depth:]))
         for key in ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids"):
             ids = getattr(self, key)
-            check(key, f"layers below {depth}, ascending, each once", ids == sorted(set(ids)) and max(ids, default=0) < depth)
+            check(
+                key,
+                f"layers below {depth}, ascending, each once",
+                ids == sorted(set(ids)) and max(ids, default=0) < depth,
+            )
         for key in ("kv_source_layer_ids", "index_source_layer_ids"):
             check(key, "layers whose compress_ratios entry is not 0", all(ratios[i] for i in getattr(self, key)))
         check("index_source_layer_ids", f"every layer of kv_source_layer_ids {self.kv_source_layer_ids}",
@@ -537,5 +541,7 @@ class Dsv41Config(_ReleasedConfig):
             output["quantization_config"] = {**quantization, "quant_method": RELEASED_METHOD}
         # Our class names carry a prefix of their own; the file keeps the released name, which serving engines look up.
         if output.get("architectures"):
-            output["architectures"] = [re.sub(r"^Dsv41\w+$", RELEASED_ARCHITECTURE, n) for n in output["architectures"]]
+            output["architectures"] = [
+                re.sub(r"^Dsv41\w+$", RELEASED_ARCHITECTURE, n) for n in output["architectures"]
+            ]
         return output

@@ -74,9 +74,7 @@ class HostTensors(nn.Module):
                 error_msgs.append(f"{prefix}{error}")
         # `own` keys are hidden from the base class, which knows nothing of them and would call them unexpected.
         rest = {key: value for key, value in state_dict.items() if key not in own}
-        super()._load_from_state_dict(
-            rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
     def __deepcopy__(self, memo):
         # The bytes are read-only and may be larger than memory: a copy of the model shares them.

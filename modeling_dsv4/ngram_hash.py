@@ -63,7 +63,13 @@ def engram_multipliers(config) -> list[list[int]]:
 
 
 def ngram_rows(
-    ids: torch.Tensor, real: torch.Tensor, multipliers: torch.Tensor, primes: torch.Tensor, *, pad_id: int, columns: int
+    ids: torch.Tensor,
+    real: torch.Tensor,
+    multipliers: torch.Tensor,
+    primes: torch.Tensor,
+    *,
+    pad_id: int,
+    columns: int,
 ) -> torch.Tensor:
     r"""Return the table rows of the last `columns` positions of each row.
 
@@ -118,7 +124,9 @@ def build_token_map(tokenizer) -> torch.Tensor:
 
     raw = getattr(tokenizer, "backend_tokenizer", tokenizer)
     if not isinstance(raw, Tokenizer):
-        raise TypeError(f"tokenizer is a {type(tokenizer).__name__}; accepted: a fast tokenizer or tokenizers.Tokenizer.")
+        raise TypeError(
+            f"tokenizer is a {type(tokenizer).__name__}; accepted: a fast tokenizer or tokenizers.Tokenizer."
+        )
     only_space = "\ue000"  # keeps a lone space from being stripped to nothing
     fold = normalizers.Sequence(
         [
@@ -164,7 +172,7 @@ class Dsv4NgramHash(nn.Module):
         self.pad_token_id = config.engram_pad_token_id
         self.vocab_size, self.compressed_size = config.vocab_size, config.engram_compressed_vocab_size
         self.primes, self.multipliers = engram_primes(config), engram_multipliers(config)
-        for layer, rows, sizes in zip(self.layer_ids, config.engram_num_embeddings, self.primes):
+        for layer, rows, sizes in zip(self.layer_ids, config.engram_num_embeddings, self.primes, strict=True):
             needed = sum(map(sum, sizes))
             if rows < needed:
                 raise ValueError(
@@ -206,7 +214,9 @@ class Dsv4NgramHash(nn.Module):
                 )
             self.token_map = self.token_map.to(input_ids.device)
             if not torch.compiler.is_compiling() and bool((input_ids >= len(self.token_map)).any()):
-                raise ValueError(f"input_ids holds {int(input_ids.max())}; the token map ends at {len(self.token_map) - 1}.")
+                raise ValueError(
+                    f"input_ids holds {int(input_ids.max())}; the token map ends at {len(self.token_map) - 1}."
+                )
             ids = self.token_map[input_ids]
         return ids if image_mask is None else ids.masked_fill(image_mask, DEAD)
 
@@ -218,10 +228,11 @@ class Dsv4NgramHash(nn.Module):
         r"""Return the table rows of every Engram layer: `{layer: [B, S, (N - 1) * heads] int64}`.
 
         Args:
-            ids (`torch.Tensor` of shape `[B, P + S]`, int64): compressed ids, P look-back columns first.
+            ids (`torch.Tensor` of shape `[B, P + S]`, int64): compressed ids, P look-back columns first (P may be 0).
             past (`torch.Tensor` of shape `[B]`, int64): real tokens of each row before the S new columns.
             columns (`int`): S.
         """
+        ids = torch.nn.functional.pad(ids, (max(self.reach - 1 - (ids.shape[1] - columns), 0), 0))
         lookback = ids.shape[1] - columns
         positions = past[:, None] - lookback + torch.arange(ids.shape[1], device=ids.device)
         multipliers = torch.tensor(self.multipliers, device=ids.device)

@@ -27,11 +27,11 @@ def rotary_frequencies(
         device (`torch.device`, *optional*): of the result.
 
     Returns:
-        `torch.Tensor` of shape `[dim // 2]`, float32: radians per position.
+        `torch.Tensor` of shape `[dim // 2]`, float32: radians per position. Computed in float64 and rounded once.
     """
-    frequencies = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
+    frequencies = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
     if yarn is None:
-        return frequencies
+        return frequencies.float()
 
     def pair_that_turns(turns: float) -> float:
         length = yarn["original_max_position_embeddings"]
@@ -39,9 +39,9 @@ def rotary_frequencies(
 
     low = max(math.floor(pair_that_turns(yarn["beta_fast"])), 0)
     high = min(math.ceil(pair_that_turns(yarn["beta_slow"])), dim - 1)
-    pairs = torch.arange(dim // 2, dtype=torch.float32, device=device)
+    pairs = torch.arange(dim // 2, dtype=torch.float64, device=device)
     ramp = ((pairs - low) / max(high - low, 1e-3)).clamp(0, 1)
-    return frequencies / yarn["factor"] * ramp + frequencies * (1 - ramp)
+    return (frequencies / yarn["factor"] * ramp + frequencies * (1 - ramp)).float()
 
 
 def rotary_table(position_ids: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,10 +52,11 @@ def rotary_table(position_ids: torch.Tensor, frequencies: torch.Tensor) -> tuple
         frequencies (`torch.Tensor` of shape `[P]`, float32): radians per position.
 
     Returns:
-        two `torch.Tensor` of shape `[..., S, P]`, float32.
+        two `torch.Tensor` of shape `[..., S, P]`, float32. The angle is a float32 product (contract section 5); its
+        cosine and sine are rounded once, so that they do not depend on a vector library.
     """
-    angle = position_ids[..., None].float() * frequencies
-    return angle.cos(), angle.sin()
+    angle = (position_ids[..., None].float() * frequencies).double()
+    return angle.cos().float(), angle.sin().float()
 
 
 def rotate(x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor], *, inverse: bool = False) -> torch.Tensor:

@@ -145,7 +145,7 @@ def attend_with_sinks(
     top = torch.maximum(torch.cat(logits, dim=-1).amax(-1), sinks).detach()
     weights = [(part - top[..., None]).exp() for part in logits]
     total = sum(part.sum(-1) for part in weights) + (sinks - top).exp()
-    out = sum(_weighted(part.to(queries.dtype), kv) for part, kv in zip(weights, (window, entries)))
+    out = sum(_weighted(part.to(queries.dtype), kv) for part, kv in zip(weights, (window, entries), strict=False))
     return (out / total[..., None]).to(queries.dtype)
 
 

@@ -105,6 +105,7 @@ _ENDINGS = {
 # Parts that a model class may not have: name of the part -> pattern of the released names left on disk.
 OPTIONAL_PARTS = {
     "drafts": re.compile(r"^mtp\."),
+    "prediction head": re.compile(r"^head\."),
     "vision": re.compile(r"^(vision\.|aligner\.|image_(start|end|newline)$)"),
 }
 
@@ -131,17 +132,23 @@ class WeightNames:
     def __init__(self, language_prefix: str, vision_prefix: str | None = None):
         table = _expand(_LANGUAGE_MODEL, language_prefix)
         table["head.weight"] = "lm_head.weight"
-        table |= _expand({f"mtp.{{}}.{r}": (f"mtp.{{}}.{o}", k) for r, (o, k) in _DRAFT_STAGE.items()}, language_prefix)
+        table |= _expand(
+            {f"mtp.{{}}.{r}": (f"mtp.{{}}.{o}", k) for r, (o, k) in _DRAFT_STAGE.items()}, language_prefix
+        )
         if vision_prefix is not None:
             table |= _expand(_VISION, vision_prefix)
         self._ours = table
         self._released = {ours: released for released, ours in table.items()}
+        # Fused float banks exist only in models; the released layout keeps one matrix per expert.
+        self._fused = {f"{language_prefix}layers.{{}}.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")}
 
     def to_ours(self, name: str) -> str | None:
         """Return the parameter name of a released name (with or without a leading `model.`), or `None`.
 
         A name that is already a parameter name of the class comes back unchanged.
         """
+        if _NUMBER.sub("{}", name) in self._fused:
+            return name
         return self._translate(name, self._ours, self._released) or self._translate(
             name.removeprefix("model."), self._ours, self._released
         )

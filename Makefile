@@ -1,0 +1,32 @@
+# The two commands of the README: `make demo` and `make test`. Each sets up its own environment first.
+
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+CKPT ?=
+
+.PHONY: demo test quality style clean
+
+# torch goes first: packages that only ask for "torch" must find the pinned one.
+$(VENV)/.ready: constraints.txt setup.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test]"
+	touch $@
+
+demo: $(VENV)/.ready
+	HF_HUB_OFFLINE=1 $(BIN)/python examples/demo.py $(CKPT)
+
+test: $(VENV)/.ready
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --quiet
+
+quality: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+style: $(VENV)/.ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .demo .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,299 @@
+"""Attention of one layer: a sliding window of its own, and selected compressed entries of a source layer.
+
+What a layer does follows from its mode (V4.1 report section 2.3.1): every layer makes its queries and window; a *full*
+layer also pools entries, makes index keys from them and selects; a *reindex* layer selects again among the same
+entries; a *reuse* layer takes entries and selection as they are. What is handed from layer to layer is one immutable
+`SharedState`.
+
+Sources: V4.1 report sections 2.2 and 2.3, contract section 6.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .cache import Dsv4CacheLayer, cache_codecs
+from .cache_storage import UNROUNDED, CacheCodec, EntryStore, EntryView
+from .layers import Dsv4GroupedLinear, Dsv4Linear, Dsv4PlainLinear, Dsv4RMSNorm
+from .rotary import rotary_table, rotate
+from .sequence_layout import SequenceLayout, take_rows_from
+from .sparse_attention import (
+    attend_with_sinks,
+    expand_blocks,
+    index_scores,
+    pool_groups,
+    select_candidate_blocks,
+    select_topk,
+    wide,
+)
+
+# Queries are processed in tiles whose largest intermediate has about this many elements.
+MAX_TILE_ELEMENTS = 1 << 23
+
+
+class SharedState(NamedTuple):
+    r"""What layers hand on: entries and index keys of the latest source, the latest selection, the candidate pool.
+
+    selection `[B, S, K]` int32: entries of each query, ascending, -1 = none. candidates `[B, S, blocks]` int32.
+    """
+
+    entries: EntryView | None = None
+    index_keys: EntryView | None = None
+    selection: torch.Tensor | None = None
+    candidates: torch.Tensor | None = None
+
+
+class LayerContext(NamedTuple):
+    r"""What every layer of one forward call shares.
+
+    tables: {"main", "compress"} -> cosine and sine `[B, S, P]` of the tokens; frequencies: the same keys -> `[P]`.
+    image_mask `[B, S]` bool or `None`: positions of image spans.
+    """
+
+    layout: SequenceLayout
+    tables: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    frequencies: dict[str, torch.Tensor]
+    image_mask: torch.Tensor | None = None
+
+
+class NewEntries(NamedTuple):
+    """Entries that a call completes: latents `[B, M, D]`, each row's first column `[B]` and counts afterwards `[B]`."""
+
+    latents: torch.Tensor
+    first: torch.Tensor
+    counts: torch.Tensor
+    total: int
+
+
+class Dsv4Compressor(nn.Module):
+    """Pools each group of `ratio` tokens into one latent; ratio 1 has no gate (contract section 6.1)."""
+
+    def __init__(self, config, ratio: int):
+        super().__init__()
+        self.ratio = ratio
+        self.kv_proj = Dsv4PlainLinear(config.hidden_size, config.head_dim)
+        if ratio > 1:
+            self.gate_proj = Dsv4PlainLinear(config.hidden_size, config.head_dim)
+        self.kv_norm = Dsv4RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def forward(self, x: torch.Tensor, layout: SequenceLayout, cache: Dsv4CacheLayer | None) -> NewEntries:
+        r"""Return the latents of the groups that the new tokens complete, neither rotated nor rounded.
+
+        Args:
+            x (`torch.Tensor` of shape `[B, S, H]`): input of the layer's attention.
+            layout (`SequenceLayout`): of the call.
+            cache (`Dsv4CacheLayer`, *optional*): keeps the tokens of the open group between calls.
+        """
+        first, counts = layout.past // self.ratio, layout.lengths // self.ratio
+        total = int(counts.max())
+        if self.ratio == 1:
+            return NewEntries(self.kv_norm(self.kv_proj(x)), first, counts, total)
+        # Keys and gates are float32 from here to the pooled latent.
+        projected = torch.cat([self.kv_proj(wide(x)), self.gate_proj(wide(x))], dim=-1)
+        held = 0
+        if cache is not None:
+            held = cache.store.open_group.size
+            extra = cache.keep_extra(layout.columns)
+            projected = cache.store.open_group.append(projected, layout, keep_extra=extra)
+        width = int((counts - first).max())
+        start = first * self.ratio - layout.past + held
+        # Rows with fewer complete groups read past their end; those latents are never written.
+        projected = F.pad(projected, (0, 0, 0, self.ratio))
+        start = start.clamp(max=projected.shape[1] - width * self.ratio)
+        groups = take_rows_from(projected, start, width * self.ratio).unflatten(1, (width, self.ratio))
+        latents = pool_groups(*groups.chunk(2, dim=-1)).to(x.dtype)
+        return NewEntries(self.kv_norm(latents), first, counts, total)
+
+
+class Dsv4Indexer(nn.Module):
+    """Scores entries for queries and selects; a full layer also makes the index keys (contract section 6.2)."""
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__()
+        self.heads, self.head_dim, self.topk = config.index_n_heads, config.index_head_dim, config.index_topk
+        self.ratio = config.compress_ratios[layer_idx]
+        self.block_size, self.blocks_kept = config.candidate_block_size, config.candidate_topk_blocks
+        self.makes_candidates = layer_idx == config.candidate_source_layer_id
+        self.uses_candidates = config.uses_candidates(layer_idx)
+        self.q_b_proj = Dsv4Linear(config.q_lora_rank, self.heads * self.head_dim)
+        self.weights_proj = Dsv4PlainLinear(config.hidden_size, self.heads)
+        if config.layer_modes[layer_idx] == "full":
+            self.k_proj = Dsv4PlainLinear(config.head_dim, self.head_dim)
+            self.k_norm = Dsv4RMSNorm(self.head_dim, config.rms_norm_eps)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        q_latent: torch.Tensor,
+        table: tuple[torch.Tensor, torch.Tensor],
+        keys: EntryView,
+        candidates: torch.Tensor | None,
+        codec: CacheCodec,
+        layout: SequenceLayout,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        r"""Select entries for every query.
+
+        Args:
+            x (`torch.Tensor` of shape `[B, S, H]`): input of the layer's attention.
+            q_latent (`torch.Tensor` of shape `[B, S, q_lora_rank]`): normalised query latent.
+            table: cosine and sine of the tokens.
+            keys (`EntryView`): index keys of the source layer, rounded.
+            candidates (`torch.Tensor` of shape `[B, S, blocks]`, int32, *optional*): the pool to select in.
+            codec (`CacheCodec`): rounding of index queries.
+            layout (`SequenceLayout`): of the call.
+
+        Returns:
+            selection `[B, S, K]` int32 and, from the candidate source, the candidate blocks `[B, S, blocks]` int32.
+        """
+        queries = self.q_b_proj(q_latent).unflatten(-1, (self.heads, self.head_dim))
+        queries = codec.rounded(rotate(queries, table))
+        weights = self.weights_proj(x) * (self.head_dim**-0.5 * self.heads**-0.5)
+        visible = (layout.position_ids + 1) // self.ratio
+        all_keys = keys.read()
+        step = max(1, MAX_TILE_ELEMENTS // max(1, len(x) * keys.count))
+        selections, pools = [], []
+        for tile in _tiles(x.shape[1], step):
+            pool = None if candidates is None or not self.uses_candidates else candidates[:, tile]
+            args = queries[:, tile], weights[:, tile], visible[:, tile], all_keys, pool
+            selection, blocks = self._select(*args)
+            selections.append(selection.int())
+            pools.append(blocks)
+        return torch.cat(selections, dim=1), torch.cat(pools, dim=1) if self.makes_candidates else None
+
+    def _select(self, queries, weights, visible, keys, candidates):
+        """Select for one tile of queries; the pool is searched only where it is smaller than all entries."""
+        count = keys.shape[1]
+        if candidates is not None and candidates.shape[-1] * self.block_size < count:
+            positions = expand_blocks(candidates.long(), block_size=self.block_size)
+            index = positions.clamp(0, count - 1).flatten(1)[..., None].expand(-1, -1, keys.shape[-1])
+            near = keys.gather(1, index).unflatten(1, positions.shape[1:])
+            hidden = (positions < 0) | (positions >= visible[..., None])
+            scores = index_scores(queries, near, weights).masked_fill(hidden, float("-inf"))
+            chosen = select_topk(scores, self.topk)
+            return torch.where(chosen < 0, -1, positions.gather(-1, chosen.clamp(min=0))), None
+        hidden = torch.arange(count, device=keys.device) >= visible[..., None]
+        scores = index_scores(queries, keys, weights).masked_fill(hidden, float("-inf"))
+        blocks = None
+        if self.makes_candidates:
+            blocks = select_candidate_blocks(scores, visible, block_size=self.block_size, k=self.blocks_kept).int()
+        return select_topk(scores, self.topk), blocks
+
+
+class Dsv4Attention(nn.Module):
+    """Queries, window, compressed entries and grouped output of one layer (contract section 6)."""
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__()
+        self.heads, self.head_dim, self.window = config.num_attention_heads, config.head_dim, config.sliding_window
+        self.groups, self.ratio = config.o_groups, config.compress_ratios[layer_idx]
+        self.config, self.layer_idx, self.mode = config, layer_idx, config.layer_modes[layer_idx]
+        self.rope = "main" if self.mode == "window" else "compress"
+        self.scale = self.head_dim**-0.5
+        self.q_a_proj = Dsv4Linear(config.hidden_size, config.q_lora_rank)
+        self.q_a_norm = Dsv4RMSNorm(config.q_lora_rank, config.rms_norm_eps)
+        self.q_b_proj = Dsv4Linear(config.q_lora_rank, self.heads * self.head_dim)
+        self.kv_proj = Dsv4Linear(config.hidden_size, self.head_dim)
+        self.kv_norm = Dsv4RMSNorm(self.head_dim, config.rms_norm_eps)
+        group_width = self.heads * self.head_dim // self.groups
+        self.o_a_proj = Dsv4GroupedLinear(group_width, self.groups * config.o_lora_rank, self.groups)
+        self.o_b_proj = Dsv4Linear(self.groups * config.o_lora_rank, config.hidden_size)
+        self.sinks = nn.Parameter(torch.empty(self.heads, dtype=torch.float32))
+        if self.mode == "full":
+            self.compressor = Dsv4Compressor(config, self.ratio)
+        if self.mode in ("full", "reindex"):
+            self.indexer = Dsv4Indexer(config, layer_idx)
+
+    def forward(
+        self, x: torch.Tensor, state: SharedState, context: LayerContext, cache: Dsv4CacheLayer | None = None
+    ) -> tuple[torch.Tensor, SharedState]:
+        r"""Attend.
+
+        Args:
+            x (`torch.Tensor` of shape `[B, S, H]`): normalised input, in shifted columns.
+            state (`SharedState`): handed on by the layers before.
+            context (`LayerContext`): of the call.
+            cache (`Dsv4CacheLayer`, *optional*): of this layer.
+
+        Returns:
+            output `[B, S, H]`, dtype of `x`, and the state for the next layer.
+        """
+        table, codecs = context.tables[self.rope], cache_codecs(self.config)
+        q_latent = self.q_a_norm(self.q_a_proj(x))
+        queries = rotate(self.q_b_proj(q_latent).unflatten(-1, (self.heads, self.head_dim)), table)
+        window = rotate(self.kv_norm(self.kv_proj(x)), table)
+        if cache is None:
+            window = codecs["window"].rounded(window)
+        else:
+            window = cache.window.append(window, context.layout, keep_extra=cache.keep_extra(x.shape[1]))
+        state = self._update_state(x, q_latent, state, context, cache, codecs)
+        out = self._attend(queries, window, state, context.layout)
+        out = rotate(out, table, inverse=True).flatten(-2).unflatten(-1, (self.groups, -1))
+        return self.o_b_proj(self.o_a_proj(out)), state
+
+    def _update_state(self, x, q_latent, state, context, cache, codecs) -> SharedState:
+        """Pool entries (full) and select (full, reindex); other layers hand the state on."""
+        if self.mode == "full":
+            new = self.compressor(x, context.layout, cache)
+            positions = (new.first[:, None] + torch.arange(new.latents.shape[1], device=x.device)) * self.ratio
+            table = rotary_table(positions, context.frequencies[self.rope])
+            store = None if cache is None else cache.store
+            entries = _keep(rotate(new.latents, table), new, store and store.entries, codecs["compressed"])
+            with torch.no_grad():
+                keys = rotate(self.indexer.k_norm(self.indexer.k_proj(new.latents)), table)
+                keys = _keep(keys, new, store and store.index_keys, codecs["index"])
+            state = state._replace(entries=entries, index_keys=keys)
+        if self.mode in ("full", "reindex") and self.config.index_topk is not None:
+            # A choice has no gradient; the language-model loss never reaches the indexer (design, training).
+            with torch.no_grad():
+                table, keys = context.tables[self.rope], state.index_keys
+                args = x, q_latent, table, keys, state.candidates, codecs["index"], context.layout
+                selection, candidates = self.indexer(*args)
+            state = state._replace(selection=selection)
+            if candidates is not None:
+                state = state._replace(candidates=candidates)
+        return state
+
+    def _attend(self, queries, window, state: SharedState, layout: SequenceLayout) -> torch.Tensor:
+        """Attend tile by tile: no S x T scores and no S x K entries exist at once."""
+        length, held = queries.shape[1], window.shape[1] - queries.shape[1]
+        entries = state.entries if self.mode != "window" else None
+        selection = state.selection if entries is not None else None
+        columns = self.head_dim * selection.shape[-1] if selection is not None else self.heads * self.window
+        if entries is not None and selection is None:
+            columns = self.heads * max(entries.count, self.window)
+        outputs = []
+        for tile in _tiles(length, max(1, MAX_TILE_ELEMENTS // max(1, len(queries) * columns))):
+            slots = slice(max(0, held + tile.start - self.window + 1), held + tile.stop)
+            visible = (layout.position_ids[:, tile] + 1) // self.ratio if self.ratio else None
+            args = queries[:, tile], window[:, slots], self._window_mask(tile, slots, held, layout)
+            if entries is None or entries.count == 0:
+                picked, mask = None, None
+            elif selection is None:
+                picked, mask = entries.read(), torch.arange(entries.count, device=visible.device) < visible[..., None]
+            else:
+                picked, mask = entries.gather(selection[:, tile]), selection[:, tile] >= 0
+            outputs.append(attend_with_sinks(*args, picked, mask, self.sinks, scale=self.scale))
+        return torch.cat(outputs, dim=1)
+
+    def _window_mask(self, tile: slice, slots: slice, held: int, layout: SequenceLayout) -> torch.Tensor:
+        """`[B, T, W]` bool: a query sees itself and the `window - 1` tokens before it, as far as they exist."""
+        device = layout.past.device
+        query = torch.arange(tile.start, tile.stop, device=device)[:, None] + held
+        slot = torch.arange(slots.start, slots.stop, device=device)
+        near = (slot <= query) & (slot > query - self.window)
+        return near & (layout.past[:, None, None] - held + slot >= 0)
+
+
+def _keep(x: torch.Tensor, new: NewEntries, store: EntryStore | None, codec: CacheCodec) -> EntryView:
+    """Write new entries to their store, or round them when nothing is cached."""
+    if store is None:
+        return EntryView((codec.rounded(x),), UNROUNDED, x.dtype)
+    return store.write(x, new.first, new.counts, new.total)
+
+
+def _tiles(length: int, step: int) -> list[slice]:
+    return [slice(start, min(start + step, length)) for start in range(0, length, step)]

@@ -1,0 +1,65 @@
+"""Optional outputs of a forward call: collapsed layer inputs, router logits, selections.
+
+They are gathered outside the layers, so that a layer's forward has one result whether or not somebody looks.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from .decoder import StreamState
+from .hyper_connections import collapse_streams
+from .moe import Dsv4TopKRouter
+from .sequence_layout import SequenceLayout
+
+
+class OutputCapture:
+    r"""Gathers what was asked for, in the caller's column order.
+
+    Args:
+        config (`Dsv41TextConfig`): schedule, and the default of router logits.
+        layout (`SequenceLayout`): of the call.
+        hidden_states, router_logits, selections (`bool`, *optional*): what to gather.
+    """
+
+    def __init__(self, config, layout: SequenceLayout, hidden_states=None, router_logits=None, selections=None):
+        self.config, self.layout = config, layout
+        self.wants_router = config.output_router_logits if router_logits is None else router_logits
+        self.hidden_states: list[torch.Tensor] | None = [] if hidden_states else None
+        self.router_logits: list[torch.Tensor] | None = [] if self.wants_router else None
+        self.selections: dict[int, torch.Tensor] | None = {} if selections else None
+
+    @contextmanager
+    def watching(self, layer: nn.Module, flow: StreamState):
+        """Gather the layer's collapsed input, and its router's logits while it runs."""
+        if self.hidden_states is not None:
+            self.hidden_states.append(self.layout.unshift(collapse_streams(flow.streams, flow.pre)))
+        routers = [m for m in layer.modules() if isinstance(m, Dsv4TopKRouter)] if self.wants_router else []
+        handles = [router.register_forward_hook(self._add_router_logits) for router in routers]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _add_router_logits(self, module, args, output) -> None:
+        logits = output[0].unflatten(0, (-1, self.layout.columns))
+        self.router_logits.append(self.layout.unshift(logits).flatten(0, 1))
+
+    def add_selection(self, index: int, flow: StreamState) -> None:
+        """Gather the selection of layer `index`, if it makes one, filled with -1 to `index_topk` places."""
+        if self.selections is None or flow.shared.selection is None:
+            return
+        if index in self.config.index_source_layer_ids:
+            chosen = self.layout.unshift(flow.shared.selection).long()
+            missing = self.config.index_topk - chosen.shape[-1]
+            self.selections[index] = nn.functional.pad(chosen, (0, missing), value=-1)
+
+    def fields(self, last_hidden_state: torch.Tensor) -> dict:
+        """Return the optional fields of a model output; `last_hidden_state` `[B, S, H]` is in caller's order."""
+        hidden = None if self.hidden_states is None else (*self.hidden_states, last_hidden_state)
+        router = None if self.router_logits is None else tuple(self.router_logits)
+        return {"hidden_states": hidden, "router_logits": router, "selections": self.selections}

@@ -1,0 +1,70 @@
+"""One decoder layer: Engram, attention site and expert site on the residual streams.
+
+Source: contract section 4 (order of a layer), V4.1 report section 2.4.1 (which pre a site uses).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from .attention import Dsv4Attention, LayerContext, SharedState
+from .cache import Dsv4CacheLayer
+from .engram import Dsv4EngramMemory
+from .hyper_connections import Dsv4HyperConnection, collapse_streams, expand_streams
+from .layers import Dsv4RMSNorm
+from .moe import Dsv4SparseMoeBlock
+
+
+class StreamState(NamedTuple):
+    r"""What flows from layer to layer: streams `[B, S, N, D]`, the carried pre `[B, S, N]`, the attention state."""
+
+    streams: torch.Tensor
+    pre: torch.Tensor
+    shared: SharedState
+
+
+class Dsv4DecoderLayer(GradientCheckpointingLayer):
+    """(Engram) -> attention site -> expert site."""
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__()
+        self.layer_idx = layer_idx
+        if layer_idx in config.engram_layer_ids:
+            self.engram = Dsv4EngramMemory(config, layer_idx)
+        self.input_layernorm = Dsv4RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Dsv4Attention(config, layer_idx)
+        self.attn_hc = Dsv4HyperConnection(config)
+        self.post_attention_layernorm = Dsv4RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = Dsv4SparseMoeBlock(config)
+        self.ffn_hc = Dsv4HyperConnection(config)
+
+    def forward(
+        self,
+        flow: StreamState,
+        context: LayerContext,
+        engram_rows: torch.Tensor | None = None,
+        cache: Dsv4CacheLayer | None = None,
+    ) -> StreamState:
+        r"""Run the layer.
+
+        Args:
+            flow (`StreamState`): from the layer before.
+            context (`LayerContext`): of the call.
+            engram_rows (`torch.Tensor` of shape `[B, S, lookups]`, int64, *optional*): of an Engram layer.
+            cache (`Dsv4CacheLayer`, *optional*): of this layer.
+        """
+        streams, pre, shared = flow
+        if engram_rows is not None:
+            streams = self.engram(streams, engram_rows, context.image_mask)
+        # A site predicts its own coefficients but collapses by the pre of the site before it (single pass).
+        next_pre, post, comb = self.attn_hc(streams)
+        x = self.input_layernorm(collapse_streams(streams, pre))
+        x, shared = self.self_attn(x, shared, context, cache)
+        streams, pre = expand_streams(streams, x, post, comb), next_pre
+
+        next_pre, post, comb = self.ffn_hc(streams)
+        x = self.mlp(self.post_attention_layernorm(collapse_streams(streams, pre)), context.image_mask)
+        return StreamState(expand_streams(streams, x, post, comb), next_pre, shared)

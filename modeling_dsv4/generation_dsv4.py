@@ -1,0 +1,86 @@
+"""What `generate` does differently for these models: the cache it makes, its options, and what it refuses.
+
+Three options live on the generation config of every model, are saved with it and can be given to `generate`:
+`kv_format` ("packed" or "float"), `decoder_replay` ("full", "exact" or "bounded") and `use_mtp`.
+"""
+
+from __future__ import annotations
+
+from transformers import GenerationMixin
+
+from .cache import KV_FORMATS, Dsv4Cache
+
+REPLAY_MODES = ("full", "exact")
+OPTIONS = {"kv_format": "packed", "decoder_replay": "exact", "use_mtp": False}
+
+
+def check_cache(cache) -> None:
+    """Raise a `ValueError` unless `cache` is of the kind these models fill (installed or remote code) or `None`."""
+    if cache is not None and type(cache).__name__ != Dsv4Cache.__name__:
+        raise ValueError(f"cache is a {type(cache).__name__}; accepted: Dsv4Cache, which owns the shared entries.")
+
+
+def check_replay(decoder_replay: str) -> None:
+    """Raise a `ValueError` for an unknown or not yet available replay mode."""
+    if decoder_replay not in REPLAY_MODES:
+        raise ValueError(f"decoder_replay is {decoder_replay!r}; accepted: {REPLAY_MODES}.")
+
+
+class Dsv4GenerationMixin(GenerationMixin):
+    """`GenerationMixin` whose caches are `Dsv4Cache`."""
+
+    def set_generation_options(self) -> None:
+        """Put the options of this family on `generation_config` where they are missing, so that they are saved too."""
+        config = self.generation_config
+        for name, default in OPTIONS.items():
+            if getattr(config, name, None) is None:
+                setattr(config, name, default)
+        # A config marked as derived from the model config drops unknown keys when it is read back.
+        config._from_model_config = False
+
+    def adjust_generation_fn(self, *args, **kwargs):
+        super().adjust_generation_fn(*args, **kwargs)
+        self.set_generation_options()
+
+    def _prepare_generation_config(self, generation_config, **kwargs):
+        self.set_generation_options()
+        prepared = super()._prepare_generation_config(generation_config, **kwargs)
+        config = prepared[0]
+        for name, default in OPTIONS.items():
+            if getattr(config, name, None) is None:
+                setattr(config, name, getattr(self.generation_config, name, default))
+        if config.kv_format not in KV_FORMATS:
+            raise ValueError(f"kv_format is {config.kv_format!r}; accepted: {KV_FORMATS}.")
+        check_replay(config.decoder_replay)
+        if config.use_mtp:
+            raise ValueError("use_mtp is True; accepted: False. This version of the package does not draft yet.")
+        return prepared
+
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, *args, **kwargs
+    ):
+        """Make a `Dsv4Cache`; static, quantized, paged and offloaded implementations are refused by name."""
+        model_kwargs["decoder_replay"] = generation_config.decoder_replay
+        implementation = generation_config.cache_implementation
+        if implementation not in (None, "dynamic"):
+            raise ValueError(
+                f"cache_implementation is {implementation!r}; accepted: None. These models cache shared, pooled "
+                "entries in a Dsv4Cache of their own; pass cache=Dsv4Cache(...) for other settings."
+            )
+        if model_kwargs.get("cache") is not None:
+            check_cache(model_kwargs["cache"])
+            model_kwargs["cache"]._is_user_defined = True
+            return
+        if generation_config.use_cache is False:
+            return
+        model_kwargs["cache"] = self._new_cache(generation_config.kv_format)
+        if generation_config.is_assistant:
+            model_kwargs["cache"].activate_past_recording()
+
+    def _new_cache(self, kv_format: str = "packed") -> Dsv4Cache:
+        """Make an empty cache; unrounded values (`cache_rounding=False`) cannot be packed and are kept as floats."""
+        rounding = self.config.get_text_config().cache_rounding
+        return Dsv4Cache(self.config, kv_format=kv_format if rounding else "float")
+
+    def generate_batch(self, *args, **kwargs):
+        raise ValueError("continuous batching uses a paged cache; accepted: generate(), whose cache is a Dsv4Cache.")

@@ -1,0 +1,205 @@
+"""The packed form of a model: which modules hold the file's bytes, and the quantiser that transformers sees.
+
+config.json says `quant_method: fp8`, which transformers would hand to its own quantiser; the config class renames the
+method in memory (`PACKED_METHOD`) and this file registers a quantiser under that name. transformers' own entry is never
+touched. Loading swaps modules on the meta device; the bytes arrive unchanged (see released_loading).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import FineGrainedFP8Config
+
+from .checkpoint_map import DTYPES
+from .configuration_deepseek_v41 import PACKED_METHOD, RELEASED_METHOD
+from .engram import Dsv4EngramTable, Dsv4PackedEngramTable
+from .layers import Dsv4Linear
+from .moe import Dsv4Experts, Dsv4PackedExperts
+
+PACKED_DTYPES = (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.int8)
+SCALE_DTYPES = {"ue8m0": torch.float8_e8m0fnu, "float": torch.float32}
+
+# Tensors that the release widens to float32 before use: a checkpoint that stores them in float32 keeps them so.
+WIDE_NAMES = re.compile(
+    r"(norm|norm1|norm2|compressor\.(kv|gate)_proj|mlp\.gate|lm_head|confidence_head\.proj)\.weight$"
+)
+
+
+class Dsv4QuantizationConfig(FineGrainedFP8Config):
+    r"""How packed weights are used; pass it to `from_pretrained(quantization_config=...)`.
+
+    Args:
+        dequantize (`bool`, *optional*, defaults to `False`): load a float model of the requested dtype instead.
+        quantize_activations (`bool`, *optional*): round the inputs of FP8 and FP4 layers to FP8, as the release does.
+            `None` means `True` for a packed model and `False` for a dequantised one.
+        activation_scheme, weight_block_size, scale_fmt, expert_dtype: the released keys; read from config.json.
+
+    Raises:
+        ValueError: naming the key, its value and what is accepted.
+    """
+
+    def __init__(
+        self,
+        dequantize: bool = False,
+        quantize_activations: bool | None = None,
+        activation_scheme: str = "dynamic",
+        weight_block_size: tuple[int, int] | list[int] = (32, 32),
+        scale_fmt: str = "ue8m0",
+        expert_dtype: str = "fp4",
+        **kwargs,
+    ):
+        for name, value, accepted in (
+            ("dequantize", dequantize, (True, False)),
+            ("quantize_activations", quantize_activations, (None, True, False)),
+            ("activation_scheme", activation_scheme, ("dynamic",)),
+            ("scale_fmt", scale_fmt, tuple(SCALE_DTYPES)),
+            ("expert_dtype", expert_dtype, ("fp4", "fp8")),
+        ):
+            if value not in accepted:
+                raise ValueError(f"quantization_config.{name} is {value!r}; accepted: {accepted}.")
+        block = weight_block_size
+        if not (isinstance(block, (list, tuple)) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
+            raise ValueError(f"quantization_config.weight_block_size is {block!r}; accepted: two integers > 0.")
+        kwargs.pop("quant_method", None)
+        super().__init__(
+            activation_scheme=activation_scheme,
+            weight_block_size=tuple(block),
+            dequantize=dequantize,
+            scale_fmt=scale_fmt,
+            expert_dtype=expert_dtype,
+            quant_method=PACKED_METHOD,
+        )
+        self.quantize_activations = quantize_activations
+        self.unknown_keys = kwargs
+
+    @property
+    def rounds_activations(self) -> bool:
+        """Whether inputs of quantised layers are rounded."""
+        return not self.dequantize if self.quantize_activations is None else self.quantize_activations
+
+    def get_loading_attributes(self) -> dict[str, Any]:
+        return {"dequantize": self.dequantize, "quantize_activations": self.quantize_activations}
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Read like the dictionary that it stands for in a config."""
+        return getattr(self, key, default)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the released form."""
+        return {
+            "quant_method": RELEASED_METHOD,
+            "activation_scheme": self.activation_scheme,
+            "weight_block_size": list(self.weight_block_size),
+            "scale_fmt": self.scale_fmt,
+            "expert_dtype": self.expert_dtype,
+            **self.unknown_keys,
+        }
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        return self.to_dict()
+
+
+def pack_modules(model: nn.Module, config: Dsv4QuantizationConfig) -> None:
+    r"""Switch every module that the release quantises to packed storage, with empty tensors on the meta device.
+
+    Args:
+        model (`nn.Module`): built on the meta device; changed in place.
+        config (`Dsv4QuantizationConfig`): formats.
+    """
+    block, scale_dtype = tuple(config.weight_block_size), SCALE_DTYPES[config.scale_fmt]
+    for parent in list(model.modules()):
+        for name, module in list(parent.named_children()):
+            if isinstance(module, Dsv4Linear):
+                module.pack(block, scale_dtype)
+            elif isinstance(module, Dsv4Experts):
+                setattr(parent, name, Dsv4PackedExperts(module, config.expert_dtype, block, scale_dtype))
+            elif isinstance(module, Dsv4EngramTable):
+                setattr(parent, name, Dsv4PackedEngramTable(*module.weight.shape, scale_dtype))
+
+
+def set_activation_rounding(model: nn.Module, enabled: bool) -> None:
+    """Switch the FP8 rounding of the inputs of quantised layers on or off, in place."""
+    for module in model.modules():
+        if hasattr(module, "quantize_activations"):
+            module.quantize_activations = enabled
+
+
+def loaded_dtype(name: str, stored: torch.dtype, expected: torch.dtype) -> torch.dtype:
+    r"""Return the dtype with which a stored tensor enters the model.
+
+    Args:
+        name (`str`): parameter name. stored, expected (`torch.dtype`): in the file, and of the parameter.
+
+    Raises:
+        ValueError: if bytes would be read as numbers or numbers as bytes.
+    """
+    if stored == expected:
+        return stored
+    if stored in PACKED_DTYPES or expected in PACKED_DTYPES or not stored.is_floating_point:
+        raise ValueError(f"{name} is stored as {stored}; accepted: {expected}.")
+    if stored == torch.float32 and expected.itemsize < 4 and WIDE_NAMES.search(name):
+        return stored
+    return expected
+
+
+class Dsv4HfQuantizer(HfQuantizer):
+    """Quantiser of released checkpoints: swaps modules before loading, refuses casts of bytes, saves what it loaded."""
+
+    requires_calibration = False
+
+    def validate_environment(self, *args, **kwargs):
+        if not self.pre_quantized:
+            raise ValueError(
+                "quantization_config was given for a checkpoint whose config.json has none; accepted: released "
+                "checkpoints, whose tensors are already packed."
+            )
+
+    def _process_model_before_weight_loading(self, model, **kwargs):
+        if not self.quantization_config.dequantize:
+            pack_modules(model, self.quantization_config)
+        set_activation_rounding(model, self.quantization_config.rounds_activations)
+
+    def get_new_dtype(self, converter, param, dtype):
+        stored = param.dtype if isinstance(param, torch.Tensor) else _slice_dtype(param)
+        target = loaded_dtype(converter.target_patterns[0], stored, dtype)
+        return None if target == stored else target
+
+    def _process_model_after_weight_loading(self, model, **kwargs):
+        # The loader makes every floating tensor trainable, packed ones included.
+        for module in model.modules():
+            if isinstance(module, Dsv4Linear) and module.is_packed:
+                module.weight.requires_grad_(False)
+                module.weight_scale_inv.requires_grad_(False)
+        return model
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_qat_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+def _slice_dtype(param) -> torch.dtype:
+    """Dtype of a lazy safetensors slice."""
+    return DTYPES[param.get_dtype()]
+
+
+def register_quantizer() -> None:
+    """Register under our own method name; may run twice (installed and remote code), the last one wins."""
+    AUTO_QUANTIZATION_CONFIG_MAPPING[PACKED_METHOD] = Dsv4QuantizationConfig
+    AUTO_QUANTIZER_MAPPING[PACKED_METHOD] = Dsv4HfQuantizer
