@@ -9,9 +9,11 @@ Sources: the released config.json (contract, revision dba1be0a40aa), V4.1 report
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 from transformers import __version__ as transformers_version
 from transformers.configuration_utils import SubConfigSpec
@@ -33,7 +35,13 @@ def _is_int(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    # JSON readers accept NaN and Infinity, which no key means.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_float_dtype(value: Any) -> bool:
+    dtype = getattr(torch, value, None) if isinstance(value, str) else value
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point
 
 
 def _int_from(low: int):
@@ -63,6 +71,27 @@ POSITIVE = _int_from(1)
 COUNT = _int_from(0)
 TOKEN_ID = _optional((lambda v: _is_int(v) and v >= 0, "a token id >= 0"))
 TOKEN_IDS = _optional((lambda v: TOKEN_ID[0](v) or (isinstance(v, list) and all(_is_int(x) for x in v)), "token ids"))
+OBJECT = (lambda v: isinstance(v, dict) or hasattr(v, "to_dict")), "an object"
+
+# Keys that every config of transformers has.
+COMMON_RULES = {
+    "architectures": _optional(
+        (lambda v: isinstance(v, list) and all(isinstance(x, str) for x in v), "a list of class names")
+    ),
+    "dtype": _optional((_is_float_dtype, "the name of a floating torch dtype, such as 'bfloat16'")),
+    "transformers_version": _optional((lambda v: isinstance(v, str), "a version string")),
+}
+# Keys of the released `quantization_config`; those that are absent have the released values.
+QUANTIZATION_RULES = {
+    "quant_method": _one_of(RELEASED_METHOD, PACKED_METHOD),
+    "activation_scheme": _one_of("dynamic"),
+    "weight_block_size": (
+        lambda v: isinstance(v, (list, tuple)) and len(v) == 2 and all(_is_int(n) and n > 0 for n in v),
+        "two integers > 0",
+    ),
+    "scale_fmt": _one_of("ue8m0", "float"),
+    "expert_dtype": _one_of("fp4", "fp8"),
+}
 
 
 def _check(owner: str, key: str, value: Any, accepted: str, ok: bool) -> None:
@@ -82,6 +111,11 @@ class _ReleasedConfig(PreTrainedConfig):
     WRITTEN_IF_CHANGED = ()
 
     def __post_init__(self, **kwargs):
+        kind = type(self).model_type
+        _check(kind, "model_type", kwargs.get("model_type", kind), repr(kind), kwargs.get("model_type", kind) == kind)
+        for key, (accepts, accepted) in COMMON_RULES.items():
+            value = kwargs.get(key, getattr(self, key, None))
+            _check(kind, key, value, accepted, accepts(value))
         super().__post_init__(**kwargs)
         self.check()
 
@@ -294,8 +328,9 @@ class Dsv41TextConfig(_ReleasedConfig):
 
     def __post_init__(self, **kwargs):
         for key, value in self.RELEASED_SCHEDULE.items():
-            if getattr(self, key) is None:
-                setattr(self, key, list(value))
+            given = getattr(self, key)
+            if given is None or isinstance(given, tuple):
+                setattr(self, key, list(value if given is None else given))
         self._read_rope(kwargs.pop("rope_parameters", None))
         super().__post_init__(**kwargs)
 
@@ -525,6 +560,10 @@ class Dsv41Config(_ReleasedConfig):
     WRITTEN_IF_CHANGED = ("tie_word_embeddings",)
 
     def __post_init__(self, **kwargs):
+        for key in ("text_config", "vision_config"):
+            value = getattr(self, key)
+            _check(self.model_type, key, value, "an object or null", value is None or OBJECT[0](value))
+        self._check_quantization(kwargs.get("quantization_config"))
         for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
             if getattr(self, key) is None:
                 text = self.text_config or {}
@@ -533,6 +572,17 @@ class Dsv41Config(_ReleasedConfig):
         quantization = getattr(self, "quantization_config", None)
         if isinstance(quantization, dict) and quantization.get("quant_method") == RELEASED_METHOD:
             self.quantization_config = {**quantization, "quant_method": PACKED_METHOD}
+
+    def _check_quantization(self, quantization: Any) -> None:
+        """Check the released form; an object is another quantiser's, which checks itself."""
+        if quantization is None:
+            return
+        _check(self.model_type, "quantization_config", quantization, OBJECT[1], OBJECT[0](quantization))
+        if isinstance(quantization, dict):
+            for key, (accepts, accepted) in QUANTIZATION_RULES.items():
+                if key in quantization or key == "quant_method":
+                    value = quantization.get(key)
+                    _check(self.model_type, f"quantization_config.{key}", value, accepted, accepts(value))
 
     def to_dict(self) -> dict[str, Any]:
         output = super().to_dict()
