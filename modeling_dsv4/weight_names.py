@@ -106,6 +106,7 @@ _ENDINGS = {
 OPTIONAL_PARTS = {
     "drafts": re.compile(r"^mtp\."),
     "vision": re.compile(r"^(vision\.|aligner\.|image_(start|end|newline)$)"),
+    "head": re.compile(r"^(head|lm_head)\."),
 }
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
