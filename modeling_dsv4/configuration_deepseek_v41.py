@@ -60,10 +60,12 @@ def _optional(rule):
     return (lambda v: v is None or rule[0](v)), f"null or {rule[1]}"
 
 
-def _list_of(low: int):
-    return (lambda v: isinstance(v, (list, tuple)) and all(_is_int(x) and x >= low for x in v)), (
-        f"a list of integers >= {low}"
-    )
+def _list_of(low: int, count: int | None = None):
+    def accepts(value):
+        fits = isinstance(value, (list, tuple)) and all(_is_int(x) and x >= low for x in value)
+        return fits and count in (None, len(value))
+
+    return accepts, f"a list of {'' if count is None else f'{count} '}integers >= {low}"
 
 
 BOOL = (lambda v: isinstance(v, bool)), "true or false"
@@ -76,19 +78,16 @@ OBJECT = (lambda v: isinstance(v, dict) or hasattr(v, "to_dict")), "an object"
 # Keys that every config of transformers has.
 COMMON_RULES = {
     "architectures": _optional(
-        (lambda v: isinstance(v, list) and all(isinstance(x, str) for x in v), "a list of class names")
+        (lambda v: isinstance(v, list) and all(isinstance(x, str) for x in v), "a list of names")
     ),
-    "dtype": _optional((_is_float_dtype, "the name of a floating torch dtype, such as 'bfloat16'")),
+    "dtype": _optional((_is_float_dtype, "a floating torch dtype, such as 'bfloat16'")),
     "transformers_version": _optional((lambda v: isinstance(v, str), "a version string")),
 }
 # Keys of the released `quantization_config`; those that are absent have the released values.
 QUANTIZATION_RULES = {
     "quant_method": _one_of(RELEASED_METHOD, PACKED_METHOD),
     "activation_scheme": _one_of("dynamic"),
-    "weight_block_size": (
-        lambda v: isinstance(v, (list, tuple)) and len(v) == 2 and all(_is_int(n) and n > 0 for n in v),
-        "two integers > 0",
-    ),
+    "weight_block_size": _list_of(1, count=2),
     "scale_fmt": _one_of("ue8m0", "float"),
     "expert_dtype": _one_of("fp4", "fp8"),
 }
@@ -109,6 +108,12 @@ class _ReleasedConfig(PreTrainedConfig):
 
     RULES = {}
     WRITTEN_IF_CHANGED = ()
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs):
+        if kwargs.get("dtype", ...) is None:  # the Auto classes pass `dtype=None` on; it means nothing, not "unknown"
+            del kwargs["dtype"]
+        return super().from_dict(config_dict, **kwargs)
 
     def __post_init__(self, **kwargs):
         kind = type(self).model_type
@@ -443,11 +448,8 @@ class Dsv41TextConfig(_ReleasedConfig):
         check("compress_ratios", "0 for the draft stages, which are window-only", not any(ratios[depth:]))
         for key in ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids"):
             ids = getattr(self, key)
-            check(
-                key,
-                f"layers below {depth}, ascending, each once",
-                ids == sorted(set(ids)) and max(ids, default=0) < depth,
-            )
+            accepted = f"layers below {depth}, ascending, each once"
+            check(key, accepted, ids == sorted(set(ids)) and max(ids, default=0) < depth)
         for key in ("kv_source_layer_ids", "index_source_layer_ids"):
             check(key, "layers whose compress_ratios entry is not 0", all(ratios[i] for i in getattr(self, key)))
         check("index_source_layer_ids", f"every layer of kv_source_layer_ids {self.kv_source_layer_ids}",
@@ -572,12 +574,13 @@ class Dsv41Config(_ReleasedConfig):
         quantization = getattr(self, "quantization_config", None)
         if isinstance(quantization, dict) and quantization.get("quant_method") == RELEASED_METHOD:
             self.quantization_config = {**quantization, "quant_method": PACKED_METHOD}
+            if self.dtype is None:  # transformers would look for it in the files, whose E8M0 it does not know
+                self.dtype = torch.bfloat16
 
     def _check_quantization(self, quantization: Any) -> None:
         """Check the released form; an object is another quantiser's, which checks itself."""
-        if quantization is None:
-            return
-        _check(self.model_type, "quantization_config", quantization, OBJECT[1], OBJECT[0](quantization))
+        ok = quantization is None or OBJECT[0](quantization)
+        _check(self.model_type, "quantization_config", quantization, OBJECT[1], ok)
         if isinstance(quantization, dict):
             for key, (accepts, accepted) in QUANTIZATION_RULES.items():
                 if key in quantization or key == "quant_method":

@@ -269,8 +269,8 @@ def test_only_changed_extras_are_written():
 T, V, Q = "text_config.", "vision_config.", "quantization_config."
 BROKEN = {  # path: (value, words of the message beside the key and the value)
     "model_type": ("llama", "'deepseek_v41'"),
-    "dtype": ("bfloat61", "floating torch dtype"),
-    "architectures": ("DeepseekV41ForCausalLM", "a list of class names"),
+    "dtype": ("bfloat61", "a floating torch dtype"),
+    "architectures": ("DeepseekV41ForCausalLM", "a list of names"),
     "image_token_id": (-1, "a token id >= 0"),
     "eos_token_id": ("</s>", "token ids"),
     "text_config": ("small", "an object"),
@@ -278,7 +278,7 @@ BROKEN = {  # path: (value, words of the message beside the key and the value)
     "quantization_config": ("fp8", "an object"),
     Q + "quant_method": ("gptq", "'fp8'"),
     Q + "activation_scheme": ("static", "'dynamic'"),
-    Q + "weight_block_size": ([32], "two integers > 0"),
+    Q + "weight_block_size": ([32], "a list of 2 integers >= 1"),
     Q + "scale_fmt": ("e5m2", "'ue8m0'"),
     Q + "expert_dtype": ("int4", "'fp4', 'fp8'"),
     T + "model_type": ("deepseek_v41", "'deepseek_v41_text'"),
@@ -537,3 +537,13 @@ def test_quantization_key_changes_packed_tensors(key):
 def test_auto_model_follows_the_registered_config():
     with torch.device("meta"):
         assert type(AutoModel.from_config(small_config())) is Dsv41TextModel
+
+
+def test_packed_config_without_dtype_computes_in_bfloat16(tmp_path):
+    config = released()
+    del config["dtype"]
+    assert Dsv41Config.from_dict(config).dtype == torch.bfloat16
+    del config["quantization_config"]
+    assert Dsv41Config.from_dict(config).dtype is None
+    (tmp_path / "config.json").write_bytes(RELEASED_FILE.read_bytes())
+    assert AutoConfig.from_pretrained(tmp_path, dtype=None).dtype == torch.bfloat16
