@@ -111,9 +111,8 @@ class _ReleasedConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
-        if kwargs.get("dtype", ...) is None:  # the Auto classes pass `dtype=None` on; it means nothing, not "unknown"
-            del kwargs["dtype"]
-        return super().from_dict(config_dict, **kwargs)
+        # The Auto classes pass `dtype=None` on; it means "as in the file".
+        return super().from_dict(config_dict, **{k: v for k, v in kwargs.items() if (k, v) != ("dtype", None)})
 
     def __post_init__(self, **kwargs):
         kind = type(self).model_type
