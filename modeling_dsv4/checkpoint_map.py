@@ -159,6 +159,21 @@ def map_checkpoint(files: list[str]) -> tuple[dict[str, torch.Tensor], dict[str,
     return tensors, entries
 
 
+def check_index_files(weight_map: dict[str, str], files: list[str]) -> None:
+    """Compare the file names of an index with the shards found, before any is opened.
+
+    Raises:
+        OSError: for a shard that is missing or lies outside the checkpoint's folder; names it and a tensor of it.
+    """
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or os.path.isabs(shard) or ".." in shard.replace("\\", "/").split("/"):
+            raise OSError(f"the index names {name} in {shard!r}; accepted: a file in the checkpoint's own folder.")
+    for file in files:
+        if not os.path.isfile(file):
+            held = [name for name, shard in weight_map.items() if os.path.basename(shard) == os.path.basename(file)]
+            raise OSError(f"{file} is missing; the index names {len(held)} tensors in it: {', '.join(held[:3])}.")
+
+
 def check_index(weight_map: dict[str, str], entries: dict[str, TensorEntry]) -> None:
     """Compare an index (`weight_map` of `model.safetensors.index.json`) with what the shards hold.
 

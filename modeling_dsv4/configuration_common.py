@@ -7,8 +7,10 @@ other keys are kept as they are. What follows from the keys is a property. The m
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 from transformers import __version__ as transformers_version
 
@@ -28,7 +30,13 @@ def is_int(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    # JSON readers accept NaN and Infinity, which no key means.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_float_dtype(value: Any) -> bool:
+    dtype = getattr(torch, value, None) if isinstance(value, str) else value
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point
 
 
 def int_from(low: int):
@@ -47,10 +55,12 @@ def optional(rule):
     return (lambda v: v is None or rule[0](v)), f"null or {rule[1]}"
 
 
-def list_of(low: int):
-    return (lambda v: isinstance(v, (list, tuple)) and all(is_int(x) and x >= low for x in v)), (
-        f"a list of integers >= {low}"
-    )
+def list_of(low: int, count: int | None = None):
+    def accepts(value):
+        fits = isinstance(value, (list, tuple)) and all(is_int(x) and x >= low for x in value)
+        return fits and count in (None, len(value))
+
+    return accepts, f"a list of {'' if count is None else f'{count} '}integers >= {low}"
 
 
 BOOL = (lambda v: isinstance(v, bool)), "true or false"
@@ -58,6 +68,24 @@ POSITIVE = int_from(1)
 COUNT = int_from(0)
 TOKEN_ID = optional((lambda v: is_int(v) and v >= 0, "a token id >= 0"))
 TOKEN_IDS = optional((lambda v: TOKEN_ID[0](v) or (isinstance(v, list) and all(is_int(x) for x in v)), "token ids"))
+OBJECT = (lambda v: isinstance(v, dict) or hasattr(v, "to_dict")), "an object"
+
+# Keys that every config of transformers has.
+COMMON_RULES = {
+    "architectures": optional(
+        (lambda v: isinstance(v, list) and all(isinstance(x, str) for x in v), "a list of names")
+    ),
+    "dtype": optional((is_float_dtype, "a floating torch dtype, such as 'bfloat16'")),
+    "transformers_version": optional((lambda v: isinstance(v, str), "a version string")),
+}
+# Keys of the released `quantization_config`.
+QUANTIZATION_RULES = {
+    "quant_method": one_of(RELEASED_METHOD, PACKED_METHOD),
+    "activation_scheme": one_of("dynamic"),
+    "weight_block_size": list_of(1, count=2),
+    "scale_fmt": one_of("ue8m0", "float"),
+    "expert_dtype": optional(one_of("fp4", "fp8")),
+}
 
 
 def check_key(owner: str, key: str, value: Any, accepted: str, ok: bool) -> None:
@@ -76,9 +104,40 @@ class ReleasedConfig(PreTrainedConfig):
     RULES = {}
     WRITTEN_IF_CHANGED = ()
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs):
+        # The Auto classes pass `dtype=None` on; it means "as in the file".
+        return super().from_dict(config_dict, **{k: v for k, v in kwargs.items() if (k, v) != ("dtype", None)})
+
     def __post_init__(self, **kwargs):
+        kind = type(self).model_type
+        given = kwargs.get("model_type", kind)
+        check_key(kind, "model_type", given, repr(kind), given == kind)
+        for key, (accepts, accepted) in COMMON_RULES.items():
+            value = kwargs.get(key, getattr(self, key, None))
+            check_key(kind, key, value, accepted, accepts(value))
+        self._check_quantization(kwargs.get("quantization_config"))
         super().__post_init__(**kwargs)
+        self._take_over_quantization()
         self.check()
+
+    def _check_quantization(self, quantization: Any) -> None:
+        """Check the released form; an object is another quantiser's, which checks itself."""
+        ok = quantization is None or OBJECT[0](quantization)
+        check_key(self.model_type, "quantization_config", quantization, OBJECT[1], ok)
+        if isinstance(quantization, dict):
+            for key, (accepts, accepted) in QUANTIZATION_RULES.items():
+                if key in quantization or key == "quant_method":
+                    value = quantization.get(key)
+                    check_key(self.model_type, f"quantization_config.{key}", value, accepted, accepts(value))
+
+    def _take_over_quantization(self) -> None:
+        """Rename the released method to ours, so that transformers asks our quantiser."""
+        quantization = getattr(self, "quantization_config", None)
+        if isinstance(quantization, dict) and quantization.get("quant_method") == RELEASED_METHOD:
+            self.quantization_config = {**quantization, "quant_method": PACKED_METHOD}
+            if self.dtype is None:  # transformers would look for it in the files, whose E8M0 it does not know
+                self.dtype = torch.bfloat16
 
     def check(self) -> None:
         """Check every key by its rule.
@@ -94,6 +153,9 @@ class ReleasedConfig(PreTrainedConfig):
         output = super().to_dict()
         # The version that wrote the file is part of the file: a released config is written back equal.
         output["transformers_version"] = self.transformers_version or transformers_version
+        quantization = output.get("quantization_config")
+        if quantization and quantization.get("quant_method") == PACKED_METHOD:
+            output["quantization_config"] = {**quantization, "quant_method": RELEASED_METHOD}
         return output
 
     def to_diff_dict(self) -> dict[str, Any]:

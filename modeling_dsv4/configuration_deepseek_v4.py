@@ -12,8 +12,6 @@ from typing import Any
 
 from .configuration_common import (
     COUNT,
-    PACKED_METHOD,
-    RELEASED_METHOD,
     DecoderConfig,
     check_key,
     number_above,
@@ -114,9 +112,6 @@ class Dsv4Config(DecoderConfig):
         if self.compress_ratios is None:
             self.compress_ratios = self._ratios_from_layer_types(kwargs)
         super().__post_init__(**kwargs)
-        quantization = getattr(self, "quantization_config", None)
-        if isinstance(quantization, dict) and quantization.get("quant_method") == RELEASED_METHOD:
-            self.quantization_config = {**quantization, "quant_method": PACKED_METHOD}
 
     def _ratios_from_layer_types(self, keys: dict[str, Any]) -> list[int] | None:
         if "layer_types" not in keys:
@@ -175,9 +170,6 @@ class Dsv4Config(DecoderConfig):
         dtype_key = output.pop("_dtype_key", "dtype")
         if dtype_key != "dtype" and output.get("dtype") is not None:
             output[dtype_key] = output.pop("dtype")
-        quantization = output.get("quantization_config")
-        if quantization and quantization.get("quant_method") == PACKED_METHOD:
-            output["quantization_config"] = {**quantization, "quant_method": RELEASED_METHOD}
         if output.get("architectures"):
             output["architectures"] = [re.sub(r"^Dsv4\w+$", RELEASED_ARCHITECTURE, n) for n in output["architectures"]]
         return output

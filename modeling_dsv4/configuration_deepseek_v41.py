@@ -12,9 +12,8 @@ from transformers.configuration_utils import SubConfigSpec
 
 from .configuration_common import (
     COUNT,
-    PACKED_METHOD,
+    OBJECT,
     POSITIVE,
-    RELEASED_METHOD,
     TOKEN_ID,
     TOKEN_IDS,
     DecoderConfig,
@@ -149,8 +148,9 @@ class Dsv41TextConfig(DecoderConfig):
 
     def __post_init__(self, **kwargs):
         for key, value in self.RELEASED_SCHEDULE.items():
-            if getattr(self, key) is None:
-                setattr(self, key, list(value))
+            given = getattr(self, key)
+            if given is None or isinstance(given, tuple):
+                setattr(self, key, list(value if given is None else given))
         super().__post_init__(**kwargs)
 
     # ---- what follows from the keys --------------------------------------------------------------------------------
@@ -335,20 +335,17 @@ class Dsv41Config(ReleasedConfig):
     WRITTEN_IF_CHANGED = ("tie_word_embeddings",)
 
     def __post_init__(self, **kwargs):
+        for key in ("text_config", "vision_config"):
+            value = getattr(self, key)
+            check_key(self.model_type, key, value, "an object or null", value is None or OBJECT[0](value))
         for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
             if getattr(self, key) is None:
                 text = self.text_config or {}
                 setattr(self, key, text.get(key) if isinstance(text, dict) else getattr(text, key))
         super().__post_init__(**kwargs)
-        quantization = getattr(self, "quantization_config", None)
-        if isinstance(quantization, dict) and quantization.get("quant_method") == RELEASED_METHOD:
-            self.quantization_config = {**quantization, "quant_method": PACKED_METHOD}
 
     def to_dict(self) -> dict[str, Any]:
         output = super().to_dict()
-        quantization = output.get("quantization_config")
-        if quantization and quantization.get("quant_method") == PACKED_METHOD:
-            output["quantization_config"] = {**quantization, "quant_method": RELEASED_METHOD}
         # Our class names carry a prefix of their own; the file keeps the released name, which serving engines look up.
         if output.get("architectures"):
             output["architectures"] = [

@@ -17,7 +17,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
 from .checkpoint_map import DTYPES
-from .configuration_common import PACKED_METHOD, RELEASED_METHOD
+from .configuration_common import PACKED_METHOD, QUANTIZATION_RULES, RELEASED_METHOD
 from .engram import Dsv4EngramTable, Dsv4PackedEngramTable
 from .layers import Dsv4Linear
 from .moe import Dsv4Experts, Dsv4PackedExperts
@@ -57,19 +57,23 @@ class Dsv4QuantizationConfig(FineGrainedFP8Config):
         for name, value, accepted in (
             ("dequantize", dequantize, (True, False)),
             ("quantize_activations", quantize_activations, (None, True, False)),
-            ("activation_scheme", activation_scheme, ("dynamic",)),
-            ("scale_fmt", scale_fmt, tuple(SCALE_DTYPES)),
-            ("expert_dtype", expert_dtype, (None, "fp4", "fp8")),
         ):
-            if value not in accepted:
+            if not any(value is x for x in accepted):
                 raise ValueError(f"quantization_config.{name} is {value!r}; accepted: {accepted}.")
-        block = weight_block_size
-        if not (isinstance(block, (list, tuple)) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
-            raise ValueError(f"quantization_config.weight_block_size is {block!r}; accepted: two integers > 0.")
-        kwargs.pop("quant_method", None)
+        given = {
+            "quant_method": kwargs.pop("quant_method", RELEASED_METHOD),
+            "activation_scheme": activation_scheme,
+            "weight_block_size": weight_block_size,
+            "scale_fmt": scale_fmt,
+            "expert_dtype": expert_dtype,
+        }
+        for name, value in given.items():
+            accepts, words = QUANTIZATION_RULES[name]
+            if not accepts(value):
+                raise ValueError(f"quantization_config.{name} is {value!r}; accepted: {words}.")
         super().__init__(
             activation_scheme=activation_scheme,
-            weight_block_size=tuple(block),
+            weight_block_size=tuple(weight_block_size),
             dequantize=dequantize,
             scale_fmt=scale_fmt,
             expert_dtype=expert_dtype or "fp8",

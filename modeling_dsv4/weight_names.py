@@ -122,7 +122,7 @@ _ENDINGS = {
 # Parts that a model class may not have: name of the part -> pattern of the released names left on disk.
 OPTIONAL_PARTS = {
     "drafts": re.compile(r"^mtp\."),
-    "prediction head": re.compile(r"^head\."),
+    "prediction head": re.compile(r"^(head|lm_head)\."),
     "vision": re.compile(r"^(vision\.|aligner\.|image_(start|end|newline|pad)$)"),
 }
 
