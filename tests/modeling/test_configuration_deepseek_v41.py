@@ -16,7 +16,7 @@ from modeling_dsv4 import (
     Dsv41TextModel,
     Dsv41VisionConfig,
 )
-from modeling_dsv4.configuration_deepseek_v41 import PACKED_METHOD
+from modeling_dsv4.configuration_common import PACKED_METHOD
 from modeling_dsv4.quantization import pack_modules
 from tests.golden_cases import CHECKPOINT_V41, GOLDEN, load_json
 
