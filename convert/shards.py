@@ -113,7 +113,7 @@ def write_shards(
 
 def write_json(file: Path, content: dict) -> None:
     """Write JSON as the release does: indented by two spaces, one newline at the end."""
-    file.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+    file.write_bytes((json.dumps(content, ensure_ascii=False, indent=2) + "\n").encode())
 
 
 def check_target(target: str | os.PathLike, *, needed_bytes: int) -> None:

@@ -105,7 +105,7 @@ _DISTRIBUTIONS = tuple(
         (r"\.hc_\w+_base$", 0.0, 0.5),
         (r"\.hc_\w+_scale$", 0.5, 0.1),
         (r"\.bias$", 0.0, 0.02),
-        (r"embed\.(weight|scale)$|^image_", 0.0, 1.0),
+        (r"embed\.weight$|^image_", 0.0, 1.0),
     )
 )
 
@@ -159,12 +159,10 @@ def make_tiny(
         raise ValueError(f"tokenizer is {tokenizer!r}; accepted: {', '.join(TOKENIZERS)}.")
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
         raise ValueError(f"seed is {seed!r}; accepted: an integer >= 0.")
-    check_target(
-        dst, needed_bytes=0 if size is None else parse_size(size)
-    )  # before a description of any length is made
+    wanted = None if size is None else parse_size(size)
+    check_target(dst, needed_bytes=wanted or 0)  # here too: describing a folder of any length takes time
     tokenizer_files = small_tokenizer_files() if tokenizer == "small" else real_tokenizer_files()
-    wanted = None if size is None else parse_size(size) - sum(len(text.encode()) for text in tokenizer_files.values())
-    config = _tiny_config(tokenizer_files["tokenizer.json"], real=tokenizer == "real", wanted_bytes=wanted)
+    config = _tiny_config(tokenizer_files, real=tokenizer == "real", wanted_bytes=wanted)
     tensors = released_tensors(config)
     with new_folder(dst, needed_bytes=_folder_bytes(tensors)) as folder:
         for name, text in tokenizer_files.items():
@@ -191,11 +189,11 @@ def released_config_dict(config: Dsv41Config) -> dict:
 # ---- configuration ---------------------------------------------------------------------------------------------------
 
 
-def _tiny_config(tokenizer_json: str, *, real: bool, wanted_bytes: int | None) -> Dsv41Config:
+def _tiny_config(tokenizer_files: dict[str, str], *, real: bool, wanted_bytes: int | None) -> Dsv41Config:
     """The small configuration for a tokenizer, its experts grown to fill `wanted_bytes`."""
     from tokenizers import Tokenizer
 
-    token_map = build_token_map(Tokenizer.from_str(tokenizer_json))
+    token_map = build_token_map(Tokenizer.from_str(tokenizer_files["tokenizer.json"]))
     if real:
         vocabulary = {"vocab_size": len(token_map), "dspark_noise_token_id": 128799}
         image_token_id = 129264
@@ -224,10 +222,11 @@ def _tiny_config(tokenizer_json: str, *, real: bool, wanted_bytes: int | None) -
     smallest = with_experts(SMALL_TEXT["hidden_size"], SMALL_TEXT["n_routed_experts"])
     if wanted_bytes is None:
         return smallest
-    least = _folder_bytes(released_tensors(smallest))
+    beside = sum(len(text.encode()) for text in tokenizer_files.values())
+    least = _folder_bytes(released_tensors(smallest)) + beside
     if wanted_bytes < least:
-        raise ValueError(f"size leaves {wanted_bytes} bytes for the weights; accepted: at least {least}.")
-    return _grown(with_experts, wanted_bytes)
+        raise ValueError(f"size is {wanted_bytes} bytes; accepted: at least {least} with this tokenizer.")
+    return _grown(with_experts, wanted_bytes - beside)
 
 
 def _grown(with_experts, wanted_bytes: int) -> Dsv41Config:

@@ -82,7 +82,7 @@ def test_installed_under_its_own_name(tmp_path, monkeypatch, capsys):
     try:
         installed = importlib.import_module("dsv4_convert.__main__")
         assert installed.main(["tiny", str(tmp_path / "x"), "--size", "1MB"]) == 1
-        assert capsys.readouterr().err.startswith("dsv4-convert tiny: size leaves ")
+        assert capsys.readouterr().err.startswith("dsv4-convert tiny: size is 1000000 bytes; accepted: at least ")
     finally:
         for name in [name for name in sys.modules if name.split(".")[0] == "dsv4_convert"]:
             del sys.modules[name]

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from convert import tiny
-from convert.inventory import released_tensors, shard_part
-from convert.shards import INDEX_NAME
+from convert.inventory import payload_bytes, released_tensors, shard_part
+from convert.shards import INDEX_NAME, plan_shards
 from convert.tiny import make_tiny, parse_size, released_config_dict
 from modeling_dsv4 import Dsv41Config, Dsv41ForCausalLM
 from modeling_dsv4.checkpoint_map import check_index, map_checkpoint
@@ -181,9 +181,13 @@ def test_size_is_met_by_more_and_wider_experts(tmp_path):
 @pytest.mark.parametrize("size", ["50MB", "600MB", "2GB", "40GB"])
 def test_planned_sizes_are_close_for_any_size(size):
     wanted = parse_size(size)
-    config = tiny._tiny_config(tiny.small_tokenizer_files()["tokenizer.json"], real=False, wanted_bytes=wanted)
-    assert tiny._folder_bytes(released_tensors(config)) == pytest.approx(wanted, rel=0.03)
+    config = tiny._tiny_config(tiny.small_tokenizer_files(), real=False, wanted_bytes=wanted)
+    tensors = released_tensors(config)
+    assert tiny._folder_bytes(tensors) == pytest.approx(wanted, rel=0.03)
     assert config.text_config.n_routed_experts <= tiny.MOST_EXPERTS
+    shards = plan_shards(tensors, part=shard_part)
+    assert sum(map(len, shards.values())) == len(tensors)
+    assert all(payload_bytes({name: tensors[name] for name in names}) <= 2e9 for names in shards.values())
 
 
 def test_rows_of_a_large_packed_tensor_repeat_with_their_scales():
@@ -226,7 +230,7 @@ def test_sizes(text, size):
         ),
         ({"size": "0"}, r"size is '0'; accepted: bytes, or"),
         ({"size": True}, r"size is True; accepted: bytes, or"),
-        ({"size": "3MB"}, r"size leaves \d+ bytes for the weights; accepted: at least \d+\."),
+        ({"size": "3MB"}, r"size is 3000000 bytes; accepted: at least 497\d{4} with this tokenizer\."),
     ],
 )
 def test_wrong_arguments_are_refused(tmp_path, arguments, message):
