@@ -18,7 +18,7 @@ from torch import nn
 
 from .cache import Dsv4CacheLayer, cache_codecs
 from .cache_storage import UNROUNDED, CacheCodec, EntryStore, EntryView, TokenRing
-from .layers import Dsv4GroupedLinear, Dsv4Linear, Dsv4PlainLinear, Dsv4RMSNorm, unit_rms
+from .layers import Dsv4GroupedLinear, Dsv4Linear, Dsv4PlainLinear, Dsv4RMSNorm
 from .rotary import rotary_table, rotate
 from .sequence_layout import SequenceLayout, take_rows_from
 from .sparse_attention import (
@@ -279,7 +279,7 @@ class Dsv4Attention(nn.Module):
         q_latent = self.q_a_norm(self.q_a_proj(x))
         queries = self.q_b_proj(q_latent).unflatten(-1, (self.heads, self.head_dim))
         if self.config.normalizes_query_heads:
-            queries = unit_rms(queries, self.config.rms_norm_eps)
+            queries = normalize_heads(queries, self.config.rms_norm_eps)
         queries = rotate(queries, table)
         window = rotate(self.kv_norm(self.kv_proj(x)), table)
         if cache is None:
@@ -347,6 +347,19 @@ class Dsv4Attention(nn.Module):
         slot = torch.arange(slots.start, slots.stop, device=device)
         near = (slot <= query) & (slot > query - self.window)
         return near & (layout.past[:, None, None] - held + slot >= 0)
+
+
+def normalize_heads(queries: torch.Tensor, eps: float) -> torch.Tensor:
+    r"""Divide each query head by its root mean square, every step in the dtype of the queries (contract spec_v4 item 3).
+
+    Args:
+        queries (`torch.Tensor` of shape `[B, S, H, D]`, any float dtype).
+        eps (`float`): added to the mean square.
+
+    Returns:
+        `torch.Tensor` of the shape and dtype of `queries`.
+    """
+    return queries * torch.rsqrt(queries.square().mean(-1, keepdim=True) + eps)
 
 
 def _keep(x: torch.Tensor, new: NewEntries, store: EntryStore | None, codec: CacheCodec) -> EntryView:
