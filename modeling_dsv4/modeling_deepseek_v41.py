@@ -264,9 +264,7 @@ class Dsv41TextModel(Dsv41PreTrainedModel):
         """Return the layout of the call and the mask of its columns before shifting (`None`: all real)."""
         batch, columns = embeds.shape[:2]
         seen, seen_mask = (0, None) if cache is None else (cache.columns, cache.column_mask)
-        valid = read_attention_mask(
-            attention_mask, batch, columns, seen, seen_mask, more_may_follow=more_may_follow
-        )
+        valid = read_attention_mask(attention_mask, batch, columns, seen, seen_mask, more_may_follow=more_may_follow)
         if cache is None:
             past = torch.zeros(batch, dtype=torch.long, device=embeds.device)
             layout = SequenceLayout.from_mask(valid, past, columns)

@@ -2,7 +2,7 @@
 
 `golden_model` is the golden checkpoint as a float model. `exact_model` is the same in float64 with the rounding of cached
 values off: what must be equal in exact arithmetic is then equal to 1e-9, with no rounding flip in between.
-`tiny_model` is a fresh small model, quick enough for finite differences.
+`tiny_model` is a fresh small float64 model, quick enough for beams and finite differences.
 """
 
 from contextlib import contextmanager
@@ -69,7 +69,12 @@ def tiny_config(**vision) -> Dsv41Config:
         "patch_size": 2, "downsample_ratio": 2, "max_image_tokens": 64, "min_pixels": 16,
     }  # fmt: skip
     return Dsv41Config(
-        text_config=text, vision_config=sizes | vision, image_token_id=7, bos_token_id=0, eos_token_id=1, pad_token_id=2
+        text_config=text,
+        vision_config=sizes | vision,
+        image_token_id=7,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
     )
 
 
@@ -82,6 +87,12 @@ def tiny_model(dtype=torch.float64, **vision) -> Dsv41ForConditionalGeneration:
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
     return model.eval()
+
+
+@cache
+def shared_tiny():
+    """One `tiny_model` for tests that change nothing in it."""
+    return tiny_model()
 
 
 def grid_of(*sizes):
