@@ -213,9 +213,10 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
         text = self.config.get_text_config()
         self._check_inputs(input_ids, inputs_embeds, cache, decoder_replay, kwargs)
         embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        more_may_follow = cache is not None
         if cache is None and self._wants_cache(use_cache):
             cache = Dsv4Cache(self.config, "packed" if text.cache_rounding else "float")
-        layout, valid = self._layout(attention_mask, position_ids, cache, embeds)
+        layout, valid = self._layout(attention_mask, position_ids, cache, embeds, more_may_follow)
         context, rows = self._context(input_ids, layout, cache, embeds)
         streams = layout.shift(embeds).unsqueeze(2).expand(-1, -1, text.hc_mult, -1)
         flow = StreamState(streams.contiguous(), first_pre(streams), SharedState())
@@ -250,11 +251,13 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
         check_cache(cache)
         check_replay(decoder_replay)
 
-    def _layout(self, attention_mask, position_ids, cache, embeds) -> tuple[SequenceLayout, torch.Tensor | None]:
+    def _layout(
+        self, attention_mask, position_ids, cache, embeds, more_may_follow=False
+    ) -> tuple[SequenceLayout, torch.Tensor | None]:
         """Return the layout of the call and the mask of its columns before shifting (`None`: all real)."""
         batch, columns = embeds.shape[:2]
         seen, seen_mask = (0, None) if cache is None else (cache.columns, cache.column_mask)
-        valid = read_attention_mask(attention_mask, batch, columns, seen, seen_mask)
+        valid = read_attention_mask(attention_mask, batch, columns, seen, seen_mask, more_may_follow=more_may_follow)
         if cache is None:
             past = torch.zeros(batch, dtype=torch.long, device=embeds.device)
             layout = SequenceLayout.from_mask(valid, past, columns)

@@ -90,7 +90,13 @@ def take_rows_from(x: torch.Tensor, start: torch.Tensor, count: int) -> torch.Te
 
 
 def read_attention_mask(
-    attention_mask: torch.Tensor | None, batch: int, columns: int, seen: int, seen_mask: torch.Tensor | None
+    attention_mask: torch.Tensor | None,
+    batch: int,
+    columns: int,
+    seen: int,
+    seen_mask: torch.Tensor | None,
+    *,
+    more_may_follow: bool = False,
 ) -> torch.Tensor | None:
     r"""Read which of the new columns are real from an attention mask.
 
@@ -103,6 +109,8 @@ def read_attention_mask(
         batch, columns (`int`): B and S of this call.
         seen (`int`): columns of earlier calls that the cache holds.
         seen_mask (`torch.Tensor` of shape `[B, seen]`, bool, or `None`): which of those were real; `None` = all.
+        more_may_follow (`bool`, *optional*, defaults to `False`): a row may be all padding, since its tokens come with a
+            later call (left padding that is longer than a chunk of the prompt).
 
     Returns:
         `torch.Tensor` of shape `[B, S]`, bool, or `None` when every column is real.
@@ -125,7 +133,7 @@ def read_attention_mask(
         if not torch.equal(keep[:, :seen], before):
             raise ValueError("attention_mask differs from the mask with which the cached columns were computed.")
     keep = keep[:, seen:]
-    if not keep.any(-1).all() and not seen:
+    if not keep.any(-1).all() and not seen and not more_may_follow:
         raise ValueError("attention_mask has a row without a single real token.")
     return None if bool(keep.all()) else keep
 
