@@ -34,7 +34,6 @@ from .prompt_constants import (
 )
 from .tool_schema import are_strict, check_response_schema, check_unique_names, normalize_tools
 
-
 _TOOL_CHOICES = ("auto", "none", "required")
 
 
@@ -383,14 +382,14 @@ class _PromptWriter:
         form = self.form
         self.wording(f"\n\n<{DSML}{form.calls_tag}>\n")
         for call in calls:
-            self.wording(f"<{DSML}{form.invoke_tag} name=\"")
+            self.wording(f'<{DSML}{form.invoke_tag} name="')
             self.text(f'{call.name}">\n')
             arguments = call.arguments if isinstance(call.arguments, dict) else {"arguments": call.arguments}
             if not arguments:
                 self.text(form.empty_arguments)
             for name, value in arguments.items():
                 is_text = isinstance(value, str)
-                self.wording(f"<{DSML}{form.parameter_tag} name=\"")
+                self.wording(f'<{DSML}{form.parameter_tag} name="')
                 self.text(f'{name}" string="{"true" if is_text else "false"}">')
                 self.text(value if is_text else dump_json(value, short_floats=not form.system_token))
                 self.wording(f"</{DSML}{form.parameter_tag}>\n")
@@ -401,7 +400,9 @@ class _PromptWriter:
 def _without_repeated_reminders(turns: list[Message]) -> list[Message]:
     # Of several reminders in a row V4.1 shows the first.
     pairs = zip(turns, [None, *turns], strict=False)
-    return [turn for turn, before in pairs if turn.role != "latest_reminder" or before is None or before.role != turn.role]
+    return [
+        turn for turn, before in pairs if turn.role != "latest_reminder" or before is None or before.role != turn.role
+    ]
 
 
 def _with_joined_users(turns: list[Message]) -> list[Message]:

@@ -92,7 +92,9 @@ def v41_tokenizer_json(v4_json: str) -> str:
         end = text.find("}", start)
         if start < 0 or json.dumps(old, ensure_ascii=False) not in text[start:end]:
             raise ValueError(f"this is not the tokenizer.json of V4: it has no added token {old!r} with id {token_id}")
-        lines = [f'"id": {token_id}'] + [f"{json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}" for k, v in entry.items()]
+        lines = [f'"id": {token_id}'] + [
+            f"{json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}" for k, v in entry.items()
+        ]
         text = text[:start] + ",\n      ".join(lines) + "\n    " + text[end:]
     return text.rstrip("\n") + "\n"
 

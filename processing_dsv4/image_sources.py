@@ -111,7 +111,9 @@ def _open_path(path: str, max_bytes):
     if not os.path.isfile(path):
         raise ValueError(f"no image file at {path!r}")
     if max_bytes is not None and os.path.getsize(path) > max_bytes:
-        raise ValueError(f"the image file {path!r} has {os.path.getsize(path)} bytes; at most {max_bytes} are accepted")
+        raise ValueError(
+            f"the image file {path!r} has {os.path.getsize(path)} bytes; at most {max_bytes} are accepted"
+        )
     with open(path, "rb") as file:
         return _decode(file.read(), max_bytes)
 

@@ -20,8 +20,7 @@ from .chat_template import build_chat_template
 from .chat_tokens import PieceEncoder, prepare_tokenizer
 from .image_layout import cell_grid, count_image_tokens
 from .image_processing_deepseek_v41 import Dsv41ImageProcessor, Dsv41ImageProcessorKwargs
-from .image_sources import MAX_IMAGES
-from .prompt_constants import ASSISTANT, EOS, IMAGE, PAD, PROMPT_FORMATS, REMINDER, USER
+from .prompt_constants import ASSISTANT, IMAGE, PROMPT_FORMATS, REMINDER, USER
 from .response_parsing import ResponseStart, ResponseStream, parse_text, read_prompt, read_prompt_parts
 
 
@@ -127,9 +126,7 @@ class Dsv41Processor(ProcessorMixin):
         if images is None and text is None:
             raise ValueError("pass text, images or both")
         kwargs.pop("sanitize_control_tokens", None)
-        merged = self._merge_kwargs(
-            Dsv41ProcessorKwargs, tokenizer_init_kwargs=self.tokenizer.init_kwargs, **kwargs
-        )
+        merged = self._merge_kwargs(Dsv41ProcessorKwargs, tokenizer_init_kwargs=self.tokenizer.init_kwargs, **kwargs)
         text_kwargs, images_kwargs = merged["text_kwargs"], merged["images_kwargs"]
         return_tensors = text_kwargs.pop("return_tensors", None)
         images_kwargs.pop("return_tensors", None)
@@ -402,9 +399,7 @@ class Dsv41Processor(ProcessorMixin):
             return super().parse_response(response, schema, prefix=prefix, tools=tools)
         responses, is_batched = _as_sequences(response)
         starts = self._response_starts(prefix, tools, len(responses))
-        messages = [
-            parse_text(self._answer_text(item), start) for item, start in zip(responses, starts, strict=True)
-        ]
+        messages = [parse_text(self._answer_text(item), start) for item, start in zip(responses, starts, strict=True)]
         return messages if is_batched else messages[0]
 
     def get_response_parser(self, *, prefix, tools: list | None = None) -> ResponseStream:
@@ -473,7 +468,9 @@ def _as_batch(conversation) -> tuple[list, bool]:
     """Return a list of conversations of plain dicts, and whether a batch was passed."""
     if not isinstance(conversation, (list, tuple)):
         return [_plain_messages(conversation)], False
-    is_batched = bool(conversation) and (isinstance(conversation[0], (list, tuple)) or hasattr(conversation[0], "messages"))
+    is_batched = bool(conversation) and (
+        isinstance(conversation[0], (list, tuple)) or hasattr(conversation[0], "messages")
+    )
     conversations = conversation if is_batched else [conversation]
     return [_plain_messages(item) for item in conversations], is_batched
 

@@ -93,9 +93,7 @@ Otherwise, output directly after {think_end} with tool calls or final response.
 ### Available Tool Schemas
 
 """
-TOOLS_TAIL = (
-    "\n\nYou MUST strictly follow the above defined tool name and parameter schemas to invoke tool calls.\n"
-)
+TOOLS_TAIL = "\n\nYou MUST strictly follow the above defined tool name and parameter schemas to invoke tool calls.\n"
 SCHEMA_HEAD = "## Response Format:\n\nYou MUST strictly adhere to the following schema to reply:\n"
 
 _V41_EFFORT = "Reasoning Effort: {} (range 1-100, the higher the value, the more thorough the reasoning)\n\n"

@@ -54,7 +54,9 @@ def read_prompt(prompt: str, tools=None) -> ResponseStart:
     Returns:
         `ResponseStart`.
     """
-    head_end = min((at for at in (prompt.find(t) for t in (USER, ASSISTANT, REMINDER)) if at >= 0), default=len(prompt))
+    head_end = min(
+        (at for at in (prompt.find(t) for t in (USER, ASSISTANT, REMINDER)) if at >= 0), default=len(prompt)
+    )
     _, _, tail = prompt.rpartition(ASSISTANT)
     return read_prompt_parts(prompt[:head_end], tail, tools)
 

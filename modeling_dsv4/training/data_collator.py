@@ -131,7 +131,9 @@ class Dsv4DataCollator:
         learned = ~is_image
         if self.learn == "assistant":
             if feature.get("assistant_masks") is None:
-                raise ValueError(f"{where} needs 'labels' or 'assistant_masks' for learn='assistant'; or use learn='all'")
+                raise ValueError(
+                    f"{where} needs 'labels' or 'assistant_masks' for learn='assistant'; or use learn='all'"
+                )
             mask = _row(feature["assistant_masks"], where, "assistant_masks")
             if mask.shape != ids.shape:
                 raise ValueError(f"{where}: assistant_masks has {mask.numel()} entries, input_ids has {ids.numel()}")

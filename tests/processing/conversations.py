@@ -49,7 +49,25 @@ PLAIN = [
     "a\u0301",
     "\x00\x1f",
 ]
-VALUES = ["text", "", "<｜User｜>", 0, -3, 1e-5, 2.5e-7, 1e16, 0.1, 100.0, True, False, None, [], {}, [1, "a", None], {"k": {"é": 1e-6}}]
+VALUES = [
+    "text",
+    "",
+    "<｜User｜>",
+    0,
+    -3,
+    1e-5,
+    2.5e-7,
+    1e16,
+    0.1,
+    100.0,
+    True,
+    False,
+    None,
+    [],
+    {},
+    [1, "a", None],
+    {"k": {"é": 1e-6}},
+]
 NAMES = ["calc", "get_weather", "now", "a-b_9", "search"]
 
 
@@ -73,7 +91,9 @@ def content(rng: random.Random, images: bool):
 
 
 def schema(rng: random.Random, depth: int = 0) -> dict:
-    kind = rng.choice(["string", "integer", "number", "boolean", "array", "object"] if depth < 2 else ["string", "number"])
+    kind = rng.choice(
+        ["string", "integer", "number", "boolean", "array", "object"] if depth < 2 else ["string", "number"]
+    )
     if depth == 0:
         kind = "object"
     out: dict = {"type": kind}
@@ -115,7 +135,9 @@ def tool(rng: random.Random, name: str, strict) -> dict:
 
 def arguments(rng: random.Random) -> str:
     if rng.random() < 0.15:
-        return rng.choice(["", "[1]", "nope", '{"a": NaN}', '{"a": 1', '"x"', '{"a": "\\ud800"}', '{"n": 1e400}', '{"n": -0}'])
+        return rng.choice(
+            ["", "[1]", "nope", '{"a": NaN}', '{"a": 1', '"x"', '{"a": "\\ud800"}', '{"n": 1e400}', '{"n": -0}']
+        )
     names = rng.sample(["a", "b", "q<｜User｜>", "é", "n 1"], rng.randint(0, 3))
     return json.dumps({name: rng.choice(VALUES) for name in names}, ensure_ascii=rng.random() < 0.5)
 
@@ -125,7 +147,9 @@ def assistant(rng: random.Random, with_calls: bool, number: int) -> list[dict]:
     if rng.random() < 0.5:
         message["reasoning_content"] = rng.choice([text(rng), None])
     if not with_calls:
-        message["content"] = text(rng) if rng.random() < 0.8 else [{"type": "text", "text": text(rng)} for _ in range(2)]
+        message["content"] = (
+            text(rng) if rng.random() < 0.8 else [{"type": "text", "text": text(rng)} for _ in range(2)]
+        )
         return [message]
     if rng.random() < 0.7:
         message["content"] = rng.choice([text(rng), "", None])

@@ -212,7 +212,9 @@ def test_strict_tools_and_response_format_exclude_each_other():
 def test_shell_arguments_stay_text():
     call = {"id": "a", "type": "function", "function": {"name": "sh", "arguments": {"cmd": "ls 2>&1 </dev/null"}}}
     result = {"role": "tool", "tool_call_id": "a", "content": "ok"}
-    assert 'string="true">ls 2>&1 </dev/null</｜DSML｜ parameter>' in body([{"role": "assistant", "tool_calls": [call]}, result])
+    assert 'string="true">ls 2>&1 </dev/null</｜DSML｜ parameter>' in body(
+        [{"role": "assistant", "tool_calls": [call]}, result]
+    )
 
 
 def test_versions():

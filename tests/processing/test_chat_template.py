@@ -82,14 +82,22 @@ def test_continuation(version, field, thinking, first):
     options = {"continue_final_message": field, "enable_thinking": thinking}
     if field == "reasoning_content" and not (thinking and (version == "v4" or not first)):
         pytest.skip("there is no open reasoning to continue, which transformers refuses for templates")
-    assert jinja(messages, None, version, **options)[0] == render_conversation(messages, None, ChatOptions(**options), version).text
+    assert (
+        jinja(messages, None, version, **options)[0]
+        == render_conversation(messages, None, ChatOptions(**options), version).text
+    )
 
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_reasoning_of_a_finished_conversation(keep):
     user = {"role": "user", "content": "x"}
     for answer in ({"content": "a", "reasoning_content": "r"}, {"content": "a"}):
-        messages = [user, {"role": "assistant", "content": "0", "reasoning_content": "r0"}, user, {"role": "assistant", **answer}]
+        messages = [
+            user,
+            {"role": "assistant", "content": "0", "reasoning_content": "r0"},
+            user,
+            {"role": "assistant", **answer},
+        ]
         options = {"keep_last_reasoning": keep}
         expected = render_conversation(messages, None, ChatOptions(**options)).text
         assert jinja(messages, None, "v41", **options)[0] == expected

@@ -78,7 +78,9 @@ def test_template_alone(released_folder, processor):
     assert ids.count(128803) == 1
 
 
-@pytest.mark.parametrize("spelling", [*CHAT_CONTROL_TOKENS, "<|place_holder_mm_span_0436|>", "<｜place▁holder▁no▁7｜>"])
+@pytest.mark.parametrize(
+    "spelling", [*CHAT_CONTROL_TOKENS, "<|place_holder_mm_span_0436|>", "<｜place▁holder▁no▁7｜>"]
+)
 def test_spellings_in_text_stay_text(processor, spelling):
     encoder = processor._encoder
     added = set(processor.tokenizer.get_added_vocab().values())
@@ -91,13 +93,17 @@ def test_spellings_in_text_stay_text(processor, spelling):
 
 def test_text_between_tokens_is_encoded_as_one(processor):
     encoder = processor._encoder
-    ids, marks = encoder.encode([PromptPiece("hel"), PromptPiece("lo"), PromptPiece("<think>", True, True), PromptPiece("x", False, True)])
+    ids, marks = encoder.encode(
+        [PromptPiece("hel"), PromptPiece("lo"), PromptPiece("<think>", True, True), PromptPiece("x", False, True)]
+    )
     assert ids[:-2] == encoder.encode_text("hello") and marks == [0] * (len(ids) - 2) + [1, 1]
 
 
 def test_missing_tokens_become_text():
     tokenizer = _tiny_tokenizer()
-    ids, marks = PieceEncoder(tokenizer).encode([PromptPiece("a"), PromptPiece("<think>", True), PromptPiece("b", False, True)])
+    ids, marks = PieceEncoder(tokenizer).encode(
+        [PromptPiece("a"), PromptPiece("<think>", True), PromptPiece("b", False, True)]
+    )
     assert tokenizer.decode(ids) == "a<think>b" and marks[-1] == 1 and sum(marks) == 1
 
 

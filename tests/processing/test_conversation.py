@@ -136,7 +136,9 @@ def test_results_are_sorted_into_the_order_of_the_calls():
 
 def test_calls_without_ids_as_transformers_writes_them():
     calls = calling(call(None, "f"), call(None, "g"))
-    turns = normalize_messages([calls, {"role": "tool", "content": "1"}, {"role": "tool", "name": "g", "content": "2"}])
+    turns = normalize_messages(
+        [calls, {"role": "tool", "content": "1"}, {"role": "tool", "name": "g", "content": "2"}]
+    )
     assert [turn.parts for turn in turns[1:]] == [("1",), ("2",)]
 
 

@@ -75,7 +75,11 @@ def test_several_images_are_joined(image_processor):
             assert torch.equal(joined[key], torch.cat([one[key] for one in alone])), key
     mixed = image_processor(files, detail=["high", "low", "high"], return_tensors="pt")
     low = image_processor(files[1], detail="low", return_tensors="pt")
-    assert mixed["image_grid_hw"].tolist() == [alone[0]["image_grid_hw"][0].tolist(), *low["image_grid_hw"].tolist(), alone[2]["image_grid_hw"][0].tolist()]
+    assert mixed["image_grid_hw"].tolist() == [
+        alone[0]["image_grid_hw"][0].tolist(),
+        *low["image_grid_hw"].tolist(),
+        alone[2]["image_grid_hw"][0].tolist(),
+    ]
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 2), (10, 5000), (5000, 10), (8192, 1), (1, 8192), (13, 14), (545, 543)])
@@ -91,7 +95,13 @@ def test_layouts_of_arrays_and_tensors(image_processor):
     pixels = np.random.default_rng(1).integers(0, 256, (40, 50, 3), dtype=np.uint8)
     expected = image_processor(Image.fromarray(pixels), return_tensors="pt")["pixel_values"]
     tensor = torch.from_numpy(pixels)
-    for image in (pixels, np.moveaxis(pixels, -1, 0), tensor, tensor.permute(2, 0, 1), tensor.permute(2, 0, 1).double() / 255):
+    for image in (
+        pixels,
+        np.moveaxis(pixels, -1, 0),
+        tensor,
+        tensor.permute(2, 0, 1),
+        tensor.permute(2, 0, 1).double() / 255,
+    ):
         assert torch.equal(image_processor(image, return_tensors="pt")["pixel_values"], expected)
     batch = image_processor(np.stack([pixels, pixels]), return_tensors="pt")
     assert torch.equal(batch["pixel_values"], torch.cat([expected, expected]))
@@ -117,7 +127,9 @@ def test_options_of_values(image_processor):
     image = Image.new("RGB", (14, 14), (255, 51, 0))
     raw = image_processor(image, do_resize=False, do_rescale=False, do_normalize=False, return_tensors="np")
     assert raw["pixel_values"][0, :, 0, 0].tolist() == [255.0, 51.0, 0.0]
-    means = image_processor(image, do_resize=False, image_mean=[0.0, 0.2, 0.0], image_std=[1.0, 1.0, 2.0], return_tensors="np")
+    means = image_processor(
+        image, do_resize=False, image_mean=[0.0, 0.2, 0.0], image_std=[1.0, 1.0, 2.0], return_tensors="np"
+    )
     assert np.allclose(means["pixel_values"][0, :, 0, 0], [1.0, 0.0, 0.0])
     padded = image_processor(Image.new("RGB", (100, 37)), padding_color=[255, 0, 0], return_tensors="np")
     assert padded["pixel_values"][0, :, 0, 0].tolist() == [1.0, -1.0, -1.0]
@@ -155,7 +167,13 @@ def test_requests_are_limited_each(image_processor):
 
 
 def test_released_folder(tmp_path):
-    settings = {"patch_size": 4, "downsample_ratio": 2, "max_image_tokens": 64, "min_pixels": 256, "max_wh_ratio": None}
+    settings = {
+        "patch_size": 4,
+        "downsample_ratio": 2,
+        "max_image_tokens": 64,
+        "min_pixels": 256,
+        "max_wh_ratio": None,
+    }
     (tmp_path / "config.json").write_text(json.dumps({**V41_CONFIG, "vision_config": settings}))
     loaded = Dsv41ImageProcessor.from_pretrained(tmp_path)
     assert {name: getattr(loaded, name) for name in settings} == settings

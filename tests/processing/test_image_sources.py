@@ -125,7 +125,9 @@ def test_orientation():
 def test_first_frame_of_animations():
     frames = [Image.new("RGB", (4, 4), color) for color in ("red", "blue")]
     for kind in ("GIF", "WEBP", "PNG"):
-        data = encoded(frames[0], kind, save_all=True, append_images=frames[1:], **({"lossless": True} if kind == "WEBP" else {}))
+        data = encoded(
+            frames[0], kind, save_all=True, append_images=frames[1:], **({"lossless": True} if kind == "WEBP" else {})
+        )
         assert open_image(data).convert("RGB").getpixel((0, 0)) == (255, 0, 0), kind
 
 

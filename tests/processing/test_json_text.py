@@ -72,7 +72,10 @@ def test_accepted_texts():
 def test_python_values():
     value = {"t": (1, True, None), "big": 2**70, "s": "é\u2028\x00"}
     assert to_json_value(value, "x") == {"t": [1, True, None], "big": float(2**70), "s": "é\u2028\x00"}
-    assert dump_json(to_json_value(value, "x")) == '{"t": [1, true, null], "big": 1.1805916207174113e+21, "s": "é\u2028\\u0000"}'
+    assert (
+        dump_json(to_json_value(value, "x"))
+        == '{"t": [1, true, null], "big": 1.1805916207174113e+21, "s": "é\u2028\\u0000"}'
+    )
     for bad in (math.nan, math.inf, "\ud800", 10**400):
         with pytest.raises(ValueError, match="the value"):
             to_json_value({"a": bad}, "the value")
@@ -82,5 +85,5 @@ def test_python_values():
 
 
 def test_both_printers_agree_but_for_small_floats():
-    value = {"a": [1, 2.5, "x\"\n", None, {"é": []}], "b": {}, "c": False}
+    value = {"a": [1, 2.5, 'x"\n', None, {"é": []}], "b": {}, "c": False}
     assert dump_json(value, short_floats=True) == dump_json(value) == json.dumps(value, ensure_ascii=False)

@@ -122,7 +122,10 @@ def test_sources_of_images(processor, monkeypatch):
         {"base64": text},
         {"image": f"data:image/png;base64,{text}"},
     ]
-    outs = [processor.apply_chat_template(image_messages(s), tokenize=True, return_dict=True, return_tensors="pt") for s in sources]
+    outs = [
+        processor.apply_chat_template(image_messages(s), tokenize=True, return_dict=True, return_tensors="pt")
+        for s in sources
+    ]
     for url in (f"data:image/png;base64,{text}", "https://a.example/b.png"):
         part = {"type": "image_url", "image_url": {"url": url}}
         messages = [{"role": "user", "content": [part, {"type": "text", "text": "what?"}]}]
@@ -169,7 +172,10 @@ def test_details_of_parts(processor):
     out = processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt")
     assert out["image_grid_hw"].tolist() == [[39, 39]]
     out = processor.apply_chat_template(
-        image_messages({"image": picture(1344, 1344)}), tokenize=True, return_dict=True, processor_kwargs={"detail": "low"}
+        image_messages({"image": picture(1344, 1344)}),
+        tokenize=True,
+        return_dict=True,
+        processor_kwargs={"detail": "low"},
     )
     assert np.asarray(out["image_grid_hw"]).tolist() == [[39, 39]]
 
@@ -196,7 +202,12 @@ def test_token_types(processor):
         (image_messages({}), {"tokenize": True}, ValueError, "1 image parts"),
         ([USER], {"tokenize": True, "processor_kwargs": {"images": ["a"]}}, ValueError, "1 images"),
         (image_messages({"image": b""}), {"tokenize": True}, ValueError, "empty"),
-        ([{"role": "user", "content": [{"type": "image", "image": b"x"}] * 601}], {"tokenize": True}, ValueError, "601 images"),
+        (
+            [{"role": "user", "content": [{"type": "image", "image": b"x"}] * 601}],
+            {"tokenize": True},
+            ValueError,
+            "601 images",
+        ),
         ([USER], {"documents": [{"title": "a", "text": "b"}]}, ValueError, "documents"),
         ([USER], {"thinking": False}, TypeError, "thinking"),
         ([USER], {"return_assistant_tokens_mask": True}, ValueError, "return_dict"),
@@ -234,7 +245,12 @@ def test_assistant_mask(processor):
 
     def spans(**options):
         out = processor.apply_chat_template(
-            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, add_generation_prompt=True, **options
+            messages,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            add_generation_prompt=True,
+            **options,
         )
         ids, mask = out["input_ids"][0], out["assistant_masks"][0]
         assert len(ids) == len(mask)
@@ -257,14 +273,28 @@ def test_assistant_mask(processor):
     assert spans(keep_last_reasoning=True) == [written, "</think>" + last]
     with pytest.raises(ValueError, match="continue_final_message"):
         processor.apply_chat_template(
-            messages[:2], tokenize=True, return_dict=True, return_assistant_tokens_mask=True, continue_final_message=True
+            messages[:2],
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            continue_final_message=True,
         )
 
 
 def test_mask_of_the_template_agrees(processor):
     """transformers' own mask, by the `generation` blocks of the template, marks the same tokens."""
-    messages = [USER, {"role": "assistant", "content": "y", "reasoning_content": "r"}, USER, {"role": "assistant", "content": "z"}]
-    options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True, "keep_last_reasoning": True}
+    messages = [
+        USER,
+        {"role": "assistant", "content": "y", "reasoning_content": "r"},
+        USER,
+        {"role": "assistant", "content": "z"},
+    ]
+    options = {
+        "tokenize": True,
+        "return_dict": True,
+        "return_assistant_tokens_mask": True,
+        "keep_last_reasoning": True,
+    }
     ours = processor.apply_chat_template(messages, **options)
     theirs = processor.tokenizer.apply_chat_template(messages, **options)
     assert ours["input_ids"][0] == theirs["input_ids"] and ours["assistant_masks"][0] == theirs["assistant_masks"]
@@ -295,7 +325,9 @@ def test_custom_templates(processor):
     assert processor.apply_chat_template([USER], chat_template=template, enable_thinking=False) == "x|False|True"
     custom = Dsv41Processor(tokenizer=processor.tokenizer, chat_template="{{ messages[0].content }}!")
     assert custom.apply_chat_template([USER]) == "x!"
-    assert custom.apply_chat_template([USER], tokenize=True)[0] == processor.tokenizer.encode("x!", add_special_tokens=False)
+    assert custom.apply_chat_template([USER], tokenize=True)[0] == processor.tokenizer.encode(
+        "x!", add_special_tokens=False
+    )
 
 
 def test_conversation_is_not_changed(processor):
@@ -312,7 +344,11 @@ def test_strings(processor):
     text = processor.apply_chat_template(image_messages({"image": "unused"}), add_generation_prompt=True)
     out = processor(images=picture(20, 20), text=text, return_tensors="pt")
     chat = processor.apply_chat_template(
-        image_messages({"image": picture(20, 20)}), tokenize=True, return_dict=True, add_generation_prompt=True, return_tensors="pt"
+        image_messages({"image": picture(20, 20)}),
+        tokenize=True,
+        return_dict=True,
+        add_generation_prompt=True,
+        return_tensors="pt",
     )
     for key in chat:
         assert torch.equal(out[key], chat[key]), key
@@ -477,7 +513,12 @@ def test_remote_code(tmp_path, processor):
         "messages = [{'role': 'user', 'content': 'x <think>'}]\n"
         "print(json.dumps(p.apply_chat_template(messages, tokenize=True, add_generation_prompt=True)))\n"
     )
-    environment = {"PATH": "/usr/bin:/bin", "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(
         [sys.executable, "-c", script, str(folder)], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
@@ -494,5 +535,7 @@ def test_files_travel_as_remote_code():
     found = {Path(file).name for file in get_relative_import_files(entry)} | {Path(entry).name}
     assert found == {file.name for file in PACKAGE.glob("*.py")} - {"__init__.py"}
     for file in PACKAGE.glob("*.py"):
-        assert set(get_imports(file)) <= {"torch", "transformers", "numpy", "PIL", "huggingface_hub"} | set(sys.stdlib_module_names)
+        assert set(get_imports(file)) <= {"torch", "transformers", "numpy", "PIL", "huggingface_hub"} | set(
+            sys.stdlib_module_names
+        )
         assert "__file__" not in file.read_text(encoding="utf-8")

@@ -170,7 +170,12 @@ def test_strict_refuses(schema):
 
 
 def test_response_schemas():
-    schema = {"type": "object", "title": "T", "properties": {"a": {"type": "string", "minLength": 1}}, "required": ["a"]}
+    schema = {
+        "type": "object",
+        "title": "T",
+        "properties": {"a": {"type": "string", "minLength": 1}},
+        "required": ["a"],
+    }
     assert check_response_schema(schema, strict=True) == check_response_schema(schema, strict=False) == schema
     assert check_response_schema(True, strict=False) is True
     for bad in (None, "x", {"type": "object", "properties": 3}):
