@@ -298,7 +298,7 @@ class _PromptWriter:
                 self._turn(turn, previous)
             elif continued and index == len(body) - 1:
                 # V4.1 opens no reasoning for a message that nothing stands before.
-                opens = thinking and (bool(head) or index > 0 or not self.form.system_token)
+                opens = thinking and bool(head or response or index or not self.form.system_token)
                 self._open_answer(turn, opens, options.continue_final_message == "reasoning_content")
             else:
                 keep = bool(tools) or (options.keep_last_reasoning and index == last_answer)

@@ -167,7 +167,7 @@ _BODY = """
                 {%- if part.type != 'text' -%}{{- raise_exception('images in assistant messages are not supported') -}}{%- endif -%}
             {%- endfor -%}
         {%- endif -%}
-        {%- set kept = thinking and (ns.tools or (loop.index0 == ns.last and (keep_last or (keep_open and loop.last and (ns.head or loop.index0 or not system_token))))) -%}
+        {%- set kept = thinking and (ns.tools or (loop.index0 == ns.last and (keep_last or (keep_open and loop.last and (ns.head or ns.format or loop.index0 or not system_token))))) -%}
         {{- assistant -}}
         {%- if kept -%}{{- think -}}{%- else -%}{{- think_end -}}{%- endif -%}
         {%- generation -%}

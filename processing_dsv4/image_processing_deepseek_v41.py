@@ -236,12 +236,13 @@ def to_rgb(image, color_rule: str = "api"):
         grey = np.asarray(image).astype(np.int64)
         grey = np.clip(grey, 0, 65535) >> 8 if color_rule == "api" else np.clip(grey, 0, 255)
         return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
-    if color_rule == "api" and (image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info):
+    if image.mode in ("RGBa", "La"):
+        # Premultiplied alpha: PIL converts these modes only to their plain forms.
+        image = image.convert(image.mode.upper())
+    if color_rule == "api" and (image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info):
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))
         return Image.alpha_composite(white, image).convert("RGB")
-    if image.mode in ("RGBa", "La"):
-        image = image.convert("RGBA")
     return image.convert("RGB")
 
 
