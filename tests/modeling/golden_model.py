@@ -112,7 +112,9 @@ def outputs_of(model, case, **options):
             handle.remove()
     record["logits"], record["final_hidden"] = out.logits, out.hidden_states[-1]
     record |= {f"topk.{layer}": chosen for layer, chosen in out.selections.items()}
-    record = {name: value.float().numpy() if value.is_floating_point() else value.numpy() for name, value in record.items()}
+    record = {
+        name: value.float().numpy() if value.is_floating_point() else value.numpy() for name, value in record.items()
+    }
     record["output"] = out
     return record
 

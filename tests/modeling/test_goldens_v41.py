@@ -67,7 +67,9 @@ def test_with_rounding(name):
     """A strict case holds, or one code within float32 noise of its rounding tie is all that is different."""
     report, holds, flip = _rounded_case(name)
     assert not report.get("engram_hash")
-    assert holds or flip is not None, f"{name}: logits differ by {report['logits'].max():.1e} and no single code explains it"
+    assert holds or flip is not None, (
+        f"{name}: logits differ by {report['logits'].max():.1e} and no single code explains it"
+    )
     _print(name, "qdq", report)
     if flip is not None:
         print(f"    {flip[0]:.1e} from its tie, and alone to blame: (layer, part, call, index) = {flip[1]}")
@@ -152,7 +154,9 @@ def test_candidates(name):
     """The pool in which the reindex layer selects, as positions."""
     model, case, record = released.float_model(), golden.load_case(name), {}
     layer, size = 6, model.config.text_config.candidate_block_size
-    hook = model.model.layers[layer].register_forward_hook(lambda m, a, out: record.update(blocks=out.shared.candidates))
+    hook = model.model.layers[layer].register_forward_hook(
+        lambda m, a, out: record.update(blocks=out.shared.candidates)
+    )
     with torch.no_grad():
         model(**released.model_inputs(model, case), use_cache=False)
     hook.remove()
@@ -288,5 +292,7 @@ def test_gradients(name, mode):
         error = np.linalg.norm(gradients[key].numpy() - expected) / np.linalg.norm(expected)
         worst[key] = max(worst[key], float(error))
     key = max(worst, key=worst.get)
-    print(f"{name} {mode}: loss {loss.item():.6f}, {len(worst)} gradients, {len(stored)} whole, worst {key} {worst[key]:.1e}")
+    print(
+        f"{name} {mode}: loss {loss.item():.6f}, {len(worst)} gradients, {len(stored)} whole, worst {key} {worst[key]:.1e}"
+    )
     assert worst[key] <= RELATIVE_GRADIENT_BOUND
