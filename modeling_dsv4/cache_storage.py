@@ -23,7 +23,7 @@ from .fp_codecs import (
     round_mxfp4,
     round_nvfp4,
 )
-from .sequence_layout import SequenceLayout, take_rows_from
+from .sequence_layout import SequenceLayout
 
 # Channels per scale of V4's window and compressed entries (contract spec_v4, item 2).
 V4_BLOCK = 64
@@ -148,9 +148,9 @@ class TokenRing:
         # A row with `new` real columns ends at column held + new, where padding starts.
         held = self.parts[0].shape[1]
         if layout.is_ragged:
-            self.parts = tuple(take_rows_from(part, held + layout.new - kept, kept) for part in merged)
+            self.parts = _slots_before(merged, held + layout.new, kept)
         else:
-            self.parts = tuple(part[:, -kept:].clone() for part in merged)
+            self.parts = tuple(part[:, part.shape[1] - kept :].clone() for part in merged)
         return torch.cat([self.codec.decode(past, x.dtype), self.codec.rounded(x)], dim=1)
 
     def _last(self, count: int) -> tuple[torch.Tensor, ...]:
@@ -165,11 +165,7 @@ class TokenRing:
         """Forget the last `count` (`[B]`, int64) tokens of each row, and trim to `size` slots."""
         if self.parts is None:
             return
-        held = self.parts[0].shape[1]
-        start = held - self.size - count
-        columns = (start[:, None] + torch.arange(self.size, device=count.device)).clamp(min=0)
-        rows = torch.arange(len(count), device=count.device)[:, None]
-        self.parts = tuple(part[rows, columns] for part in self.parts)
+        self.parts = _slots_before(self.parts, self.parts[0].shape[1] - count, self.size)
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply `function` to every stored tensor."""
@@ -186,6 +182,13 @@ class TokenRing:
             return 0
         share = 1.0 if tokens is None else min(tokens, self.parts[0].shape[1]) / max(self.parts[0].shape[1], 1)
         return int(sum(part.nbytes for part in self.parts) * share)
+
+
+def _slots_before(parts: tuple[torch.Tensor, ...], stop: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+    """Return the `count` slots of each row before its column `stop` `[B]`; what would lie before column 0 is filler."""
+    columns = (stop[:, None] - count + torch.arange(count, device=stop.device)).clamp(min=0)
+    rows = torch.arange(len(stop), device=stop.device)[:, None]
+    return tuple(part[rows, columns] for part in parts)
 
 
 @dataclass(frozen=True)
