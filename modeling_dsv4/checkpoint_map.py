@@ -73,7 +73,7 @@ def read_header(file: str) -> dict[str, TensorEntry]:
         header = json.loads(raw, object_pairs_hook=_unique_keys)
         header.pop("__metadata__", None)
         entries = [_entry(name, item, file, 8 + length) for name, item in header.items()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise OSError(f"{file}: broken safetensors header ({error}).") from error
     _check_layout(sorted(entries, key=lambda entry: (entry.start, entry.stop)), file, 8 + length, size)
     return {entry.name: entry for entry in entries}
@@ -87,15 +87,17 @@ def _unique_keys(pairs):
 
 
 def _entry(name: str, item: dict, file: str, base: int) -> TensorEntry:
-    start, stop = item["data_offsets"]
-    shape = tuple(item["shape"])
-    if item["dtype"] not in DTYPES:
-        raise ValueError(f"{name}: unknown dtype {item['dtype']!r}")
-    if not all(type(n) is int and n >= 0 for n in (*shape, start, stop)):
-        raise ValueError(f"{name}: shape {list(shape)} or offsets {[start, stop]} are not sizes")
-    dtype = DTYPES[item["dtype"]]
+    fields = item if isinstance(item, dict) else {}
+    code, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not (isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2):
+        raise ValueError(f"{name}: {item!r:.200} is no dtype, shape and two data_offsets")
+    if not isinstance(code, str) or code not in DTYPES:
+        raise ValueError(f"{name}: unknown dtype {code!r}")
+    if not all(type(n) is int and n >= 0 for n in (*shape, *offsets)):
+        raise ValueError(f"{name}: shape {shape} or offsets {offsets} are not sizes")
+    (start, stop), shape, dtype = offsets, tuple(shape), DTYPES[code]
     if stop - start != prod(shape) * dtype.itemsize:
-        raise ValueError(f"{name}: {stop - start} bytes for {item['dtype']} {list(shape)}")
+        raise ValueError(f"{name}: {stop - start} bytes for {code} {list(shape)}")
     return TensorEntry(name, file, dtype, shape, base + start, base + stop)
 
 
@@ -103,10 +105,11 @@ def _check_layout(entries: list[TensorEntry], file: str, position: int, size: in
     for entry in entries:
         if entry.start != position:
             raise OSError(f"{file}: {entry.name} starts at byte {entry.start}, expected {position} (gap or overlap).")
+        if entry.stop > size:
+            raise OSError(f"{file}: {size} bytes, but {entry.name} ends at byte {entry.stop} (truncated).")
         position = entry.stop
     if position != size:
-        problem = "truncated" if position > size else "trailing bytes"
-        raise OSError(f"{file}: {size} bytes, but the header describes {position} ({problem}).")
+        raise OSError(f"{file}: {size} bytes, but the header describes {position} (trailing bytes).")
 
 
 def map_file(file: str, entries: dict[str, TensorEntry]) -> dict[str, torch.Tensor]:

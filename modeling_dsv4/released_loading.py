@@ -13,6 +13,7 @@ import re
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
 from transformers.utils import cached_file, logging
@@ -146,12 +147,14 @@ class ReleasedCheckpoint:
             ValueError: naming what is missing, or tensor and file of what does not fit; before anything is read.
         """
         sources = {name: self._sources(name) for name in self.expected}
-        self._refuse_missing(sources)
+        wanted = self._wanted(sources)
+        self._refuse_missing(wanted)
         for name, parameter in self.expected.items():
             shape = list(parameter.shape) if sources[name] == [name] else _expert_shape(name, parameter)
             ignored = ignore_mismatched_sizes and sources[name] == [name] and parameter.dtype not in PACKED_DTYPES
             for source in sources[name]:
                 self._check(source, shape, parameter.dtype, ignored)
+        self._refuse_unused(wanted)
         loaded = {}
         for name, parameter in logging.tqdm(self.expected.items(), desc="Reading weights", disable=None):
             if sources[name] == [name]:
@@ -168,17 +171,22 @@ class ReleasedCheckpoint:
         parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
         return [f"{stem}.{e}.{part}.weight" for e in range(len(self.expected[name])) for part in parts]
 
-    def _refuse_missing(self, sources: dict[str, list[str]]) -> None:
-        """Every stored tensor has one use, and every use its tensor."""
+    def _wanted(self, sources: dict[str, list[str]]) -> set[str]:
+        """The stored tensors that have a use, scales included."""
         wanted = set()
         for name, parameter in self.expected.items():
             wanted.update(sources[name])
             packed = (s for s in sources[name] if s in self.tensors and self._is_dequantised(s, parameter.dtype))
             wanted.update(f"{source}_scale_inv" for source in packed)
+        return wanted
+
+    def _refuse_missing(self, wanted: set[str]) -> None:
         missing = sorted(wanted - self.tensors.keys())
         if missing:
             listed = ", ".join(self.names.to_released(name) or name for name in missing[:5])
             raise ValueError(f"{len(missing)} tensors are missing from {self.source or 'the checkpoint'}: {listed}.")
+
+    def _refuse_unused(self, wanted: set[str]) -> None:
         unused = sorted(self.tensors.keys() - wanted)
         if unused:
             listed = ", ".join(_where(self.entries[name]) for name in unused[:5])
@@ -192,23 +200,24 @@ class ReleasedCheckpoint:
             accepted = (torch.float8_e4m3fn, torch.int8) if _EXPERT.search(name) else (torch.float8_e4m3fn,)
             if tensor.dtype not in accepted:
                 raise ValueError(f"{where} is stored as {tensor.dtype}; accepted: {', '.join(map(str, accepted))}.")
-            self._check_scale(name)
             if tensor.dtype == torch.int8:
-                stored[-1] *= 2
+                stored[-1:] = [2 * size for size in stored[-1:]]
         else:
             loaded_dtype(where, tensor.dtype, dtype)
-        if stored != shape and not ignore_shape:
+        if stored != shape and not (ignore_shape and len(stored) == len(shape)):
             raise ValueError(f"{where} has shape {stored}; accepted: {shape}.")
+        if self._is_dequantised(name, dtype):
+            self._check_scale(name, stored)
 
-    def _check_scale(self, name: str) -> None:
-        tensor, scale = self.tensors[name], self.tensors[f"{name}_scale_inv"]
+    def _check_scale(self, name: str, shape: list[int]) -> None:
+        """Raise unless the scale fits a weight of `shape` `[O, I]`."""
+        scale = self.tensors[f"{name}_scale_inv"]
         where = _where(self.entries[f"{name}_scale_inv"])
         if scale.dtype not in SCALE_DTYPES.values():
             accepted = ", ".join(map(str, SCALE_DTYPES.values()))
             raise ValueError(f"{where} is stored as {scale.dtype}; accepted: {accepted}.")
         rows, cols = self._tile(name)
-        width = tensor.shape[-1] * (2 if tensor.dtype == torch.int8 else 1)
-        accepted = [-(-tensor.shape[0] // rows), -(-width // cols)] if tensor.ndim == 2 else "of a matrix"
+        accepted = [-(-shape[0] // rows), -(-shape[1] // cols)]
         if list(scale.shape) != accepted:
             raise ValueError(f"{where} has shape {list(scale.shape)}; accepted: {accepted}.")
 
@@ -269,11 +278,13 @@ class ReleasedCheckpointMixin:
         for part, count in checkpoint.left.items():
             logger.warning(f"{type(model).__name__} has no {part}: {count} tensors of the checkpoint stay on disk.")
         on_host = _assign_host_tensors(model, tensors)
+        _widen_parameters(model, tensors)
         weight_mapping = [t for t in load_config.weight_mapping or [] if t not in renamings]
         info, offload_index = PreTrainedModel._load_pretrained_model(
             model,
             tensors,
-            checkpoint_files,
+            # Layers offloaded to disk are read from these files again, as they are: not where they were dequantised.
+            None if quantization and quantization.dequantize else checkpoint_files,
             dataclasses.replace(load_config, weight_mapping=weight_mapping),
             expected_keys=list(tensors),
         )
@@ -353,6 +364,16 @@ def _stored_tensors(
     if load_config.disable_mmap:
         tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     return tensors, entries
+
+
+def _widen_parameters(model, tensors: dict[str, torch.Tensor]) -> None:
+    """Expect float32 where float32 was kept: transformers casts to what the (meta) parameter says."""
+    for name, tensor in tensors.items():
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        parameter = module._parameters.get(leaf)
+        if parameter is not None and parameter.dtype != tensor.dtype:
+            module._parameters[leaf] = nn.Parameter(parameter.to(tensor.dtype), requires_grad=parameter.requires_grad)
 
 
 def _assign_host_tensors(model, tensors: dict[str, Any]) -> set[str]:
