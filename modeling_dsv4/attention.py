@@ -18,7 +18,7 @@ from torch import nn
 
 from .cache import Dsv4CacheLayer, cache_codecs
 from .cache_storage import UNROUNDED, CacheCodec, EntryStore, EntryView, TokenRing
-from .layers import Dsv4GroupedLinear, Dsv4Linear, Dsv4PlainLinear, Dsv4RMSNorm
+from .layers import Dsv4GroupedLinear, Dsv4Linear, Dsv4PlainLinear, Dsv4RMSNorm, unit_rms
 from .rotary import rotary_table, rotate
 from .sequence_layout import SequenceLayout, take_rows_from
 from .sparse_attention import (
@@ -244,7 +244,7 @@ class Dsv4Attention(nn.Module):
         super().__init__()
         self.heads, self.head_dim, self.window = config.num_attention_heads, config.head_dim, config.sliding_window
         self.groups, self.ratio = config.o_groups, config.ratio(layer_idx)
-        self.config, self.layer_idx, self.mode = config, layer_idx, config.mode(layer_idx)
+        self.config, self.mode = config, config.mode(layer_idx)
         self.rope = "main" if self.mode == "window" else "compress"
         self.scale = self.head_dim**-0.5
         self.q_a_proj = Dsv4Linear(config.hidden_size, config.q_lora_rank)
@@ -258,7 +258,8 @@ class Dsv4Attention(nn.Module):
         self.sinks = nn.Parameter(torch.empty(self.heads, dtype=torch.float32))
         if self.mode == "full":
             self.compressor = Dsv4Compressor(config, layer_idx, self.head_dim)
-        if config.selects(layer_idx):
+        self.selects = config.selects(layer_idx)
+        if self.selects:
             self.indexer = Dsv4Indexer(config, layer_idx)
 
     def forward(
@@ -279,7 +280,8 @@ class Dsv4Attention(nn.Module):
         q_latent = self.q_a_norm(self.q_a_proj(x))
         queries = self.q_b_proj(q_latent).unflatten(-1, (self.heads, self.head_dim))
         if self.config.normalizes_query_heads:
-            queries = normalize_heads(queries, self.config.rms_norm_eps)
+            # Every step is in the dtype of the queries, unlike a norm's (contract spec_v4 item 3).
+            queries = unit_rms(queries, self.config.rms_norm_eps)
         queries = rotate(queries, table)
         window = rotate(self.kv_norm(self.kv_proj(x)), table)
         if cache is None:
@@ -293,7 +295,6 @@ class Dsv4Attention(nn.Module):
 
     def _update_state(self, x, q_latent, state, context, cache, codecs) -> SharedState:
         """Pool entries (full) and select (full, reindex); other layers hand the state on."""
-        selects = self.config.selects(self.layer_idx)
         if self.mode == "full":
             store = None if cache is None else cache.store
             extra = 0 if cache is None else cache.keep_extra(x.shape[1])
@@ -302,12 +303,12 @@ class Dsv4Attention(nn.Module):
             table = rotary_table(positions, context.frequencies[self.rope])
             entries = _keep(rotate(new.latents, table), new, store and store.entries, codecs["compressed"])
             state = state._replace(entries=entries, index_keys=None, selection=None)
-            if selects:
+            if self.selects:
                 with torch.no_grad():
                     keys = self.indexer.place(self.indexer.make_keys(x, new, context, cache), table)
                     keys = _keep(keys, new, store and store.index_keys, codecs["index"])
                 state = state._replace(index_keys=keys)
-        if selects and self.config.index_topk is not None:
+        if self.selects and self.config.index_topk is not None:
             # A choice has no gradient; the language-model loss never reaches the indexer (design, training).
             with torch.no_grad():
                 table, keys = context.tables[self.rope], state.index_keys
@@ -347,19 +348,6 @@ class Dsv4Attention(nn.Module):
         slot = torch.arange(slots.start, slots.stop, device=device)
         near = (slot <= query) & (slot > query - self.window)
         return near & (layout.past[:, None, None] - held + slot >= 0)
-
-
-def normalize_heads(queries: torch.Tensor, eps: float) -> torch.Tensor:
-    r"""Divide each query head by its root mean square, every step in the dtype of the queries (contract spec_v4 item 3).
-
-    Args:
-        queries (`torch.Tensor` of shape `[B, S, H, D]`, any float dtype).
-        eps (`float`): added to the mean square.
-
-    Returns:
-        `torch.Tensor` of the shape and dtype of `queries`.
-    """
-    return queries * torch.rsqrt(queries.square().mean(-1, keepdim=True) + eps)
 
 
 def _keep(x: torch.Tensor, new: NewEntries, store: EntryStore | None, codec: CacheCodec) -> EntryView:

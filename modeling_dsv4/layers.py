@@ -36,10 +36,7 @@ class Dsv4RMSNorm(nn.Module):
 
 def unit_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
     """Divide `[..., D]` by its root mean square over the last axis."""
-    # The sum runs in float64 and its root is rounded once, so that the factor does not depend on a library's order of
-    # summation; the product with it is in the dtype of `x` (contract section 3).
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64)
-    return x * torch.rsqrt(norm.square() / x.shape[-1] + eps).to(x.dtype)
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
 def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:

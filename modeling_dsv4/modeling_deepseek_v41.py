@@ -62,7 +62,7 @@ class Dsv41TextModel(Dsv4LanguageModel):
 
 
 class Dsv41Model(Dsv4PreTrainedModel):
-    """Vision tower, projector and language model of DeepSeek-V4.1, without a head."""
+    """Vision tower, projector and language model of DeepSeek-V4.1, without a head; text alone without vision config."""
 
     config_class = Dsv41Config
     weight_names = WeightNames("language_model.", "")
@@ -71,19 +71,18 @@ class Dsv41Model(Dsv4PreTrainedModel):
     def __init__(self, config: Dsv41Config):
         super().__init__(_without_absent_parts(config, has_vision=True))
         text, vision = self.config.get_text_config(), self.config.vision_config
-        if vision is None:
-            raise ValueError("vision_config is None; accepted: a vision config, or Dsv41ForCausalLM for text alone.")
-        self.vision_tower = Dsv41VisionTower(vision)
-        self.multi_modal_projector = Dsv41MultiModalProjector(vision, text.hidden_size)
-        self.image_start = nn.Parameter(torch.empty(text.hidden_size))
-        self.image_newline = nn.Parameter(torch.empty(text.hidden_size))
-        self.image_end = nn.Parameter(torch.empty(text.hidden_size))
+        if vision is not None:
+            self.vision_tower = Dsv41VisionTower(vision)
+            self.multi_modal_projector = Dsv41MultiModalProjector(vision, text.hidden_size)
+            self.image_start = nn.Parameter(torch.empty(text.hidden_size))
+            self.image_newline = nn.Parameter(torch.empty(text.hidden_size))
+            self.image_end = nn.Parameter(torch.empty(text.hidden_size))
         self.language_model = Dsv41TextModel(self.config)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if module is self:
+        if module is self and self.config.vision_config is not None:
             for delimiter in (self.image_start, self.image_newline, self.image_end):
                 init.normal_(delimiter, mean=0.0, std=self.config.get_text_config().initializer_range)
 
@@ -110,6 +109,8 @@ class Dsv41Model(Dsv4PreTrainedModel):
         Raises:
             ValueError: if patches, grid and plan disagree.
         """
+        if self.config.vision_config is None:
+            raise ValueError("pixel_values were given to a model without vision_config; accepted: text alone.")
         ratio = self.config.vision_config.downsample_ratio
         sizes = image_grid_hw.prod(-1).tolist()
         cells = -(-image_grid_hw // ratio)

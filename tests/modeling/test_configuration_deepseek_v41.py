@@ -536,7 +536,7 @@ def test_quantization_key_changes_packed_tensors(key):
 
 def test_auto_model_follows_the_registered_config():
     with torch.device("meta"):
-        assert type(AutoModel.from_config(small_config())) is Dsv41TextModel
+        assert type(AutoModel.from_config(small_config())) is Dsv41Model
 
 
 def test_packed_config_without_dtype_computes_in_bfloat16(tmp_path):

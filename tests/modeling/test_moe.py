@@ -28,6 +28,8 @@ def _config(**changes):
         "routed_scaling_factor": 1.5,
         "gate_temp": 1.0,
         "swiglu_limit": 0.8,
+        "num_hash_layers": 0,
+        "has_image_bias": True,
     }
     return SimpleNamespace(**(values | changes))
 
@@ -70,7 +72,7 @@ def test_large_logits_are_linear_and_small_ones_vanish():
 
 
 def _router(**changes):
-    router = Dsv4TopKRouter(_config(**changes)).double()
+    router = Dsv4TopKRouter(_config(**changes), 0).double()
     router.weight.data.copy_(_random(EXPERTS, HIDDEN, scale=0.3))
     router.e_score_correction_bias.copy_(_random(EXPERTS, seed=2))
     router.e_score_correction_bias_vl.copy_(_random(EXPERTS, seed=3))
@@ -286,7 +288,7 @@ def test_host_tensors_of_a_bank_survive_casts_and_are_checked():
 
 
 def test_block_adds_routed_and_shared_experts_like_the_oracle():
-    block = Dsv4SparseMoeBlock(_config()).double()
+    block = Dsv4SparseMoeBlock(_config(), 0).double()
     for i, parameter in enumerate(block.parameters()):
         parameter.data.copy_(_random(*parameter.shape, seed=20 + i, scale=0.3))
     block.gate.e_score_correction_bias.copy_(_random(EXPERTS, seed=2))
@@ -309,7 +311,7 @@ def test_block_adds_routed_and_shared_experts_like_the_oracle():
 
 
 def test_block_sums_in_float32(monkeypatch):
-    block = Dsv4SparseMoeBlock(_config())
+    block = Dsv4SparseMoeBlock(_config(), 0)
     for i, parameter in enumerate(block.parameters()):
         parameter.data.copy_(_random(*parameter.shape, seed=20 + i, scale=0.3))
     block = block.bfloat16()

@@ -136,7 +136,7 @@ def test_optional_parts_cover_what_the_text_classes_lack(inventory):
         left[tuple(parts), group] += 1
     assert left[("drafts",), "dspark"] == 2401
     assert left[("vision",), "vision"] == 266
-    assert left[("head",), "head"] == 1  # the text model alone
+    assert left[("prediction head",), "head"] == 1  # the text model alone
     assert all(parts == () or group in ("dspark", "vision", "head") for parts, group in left)
     assert left[(), "head"] == 1  # the final norm belongs to every class
 
@@ -169,7 +169,7 @@ def released_model():
 @pytest.mark.parametrize("model_class", [Dsv41ForCausalLM, Dsv41TextModel])
 def test_released_model_has_exactly_the_inventory(model_class, inventory, released_model):
     model = released_model[0] if model_class is Dsv41ForCausalLM else build(model_class)[0]
-    absent = ("drafts", "vision") if model_class is Dsv41ForCausalLM else ("drafts", "vision", "head")
+    absent = ("drafts", "vision") if model_class is Dsv41ForCausalLM else ("drafts", "vision", "prediction head")
     expected = {
         name: (dtype, shape)
         for name, (dtype, shape, _, _) in inventory.items()
