@@ -13,6 +13,7 @@ from modeling_dsv4 import (
     Dsv41Config,
     Dsv41ForCausalLM,
     Dsv41TextConfig,
+    Dsv41Model,
     Dsv41TextModel,
     Dsv41VisionConfig,
 )
