@@ -107,7 +107,7 @@ def _draw_pads(data, batch, first):
     return pads
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_any_schedule_leaves_what_the_surviving_tokens_would(model, data):
     batch = data.draw(st.integers(1, 3), label="batch")
@@ -152,8 +152,7 @@ def _filled(model, batch=2, columns=11, rollback=ROLLBACK, **options):
     return cache, rows
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 7, 8, 9, 12, 13])
-@pytest.mark.parametrize("count", range(1, ROLLBACK + 1))
+@pytest.mark.parametrize(("length", "count"), [(1, 1), (2, 1), (3, 5), (7, 1), (8, 3), (9, 2), (12, 5), (13, 4)])
 def test_crop_over_every_group_border(model, length, count):
     cache, rows = _filled(model, 1, length)
     if count >= length:
@@ -297,7 +296,10 @@ def _simulate(config, tokens, rollback=16):
         layer.window.append(torch.randn(1, tokens, config.head_dim, dtype=torch.bfloat16), layout)
         if layer.store is not None:
             ratio = config.compress_ratios[index]
-            for store, width in ((layer.store.entries, config.head_dim), (layer.store.index_keys, config.index_head_dim)):
+            for store, width in (
+                (layer.store.entries, config.head_dim),
+                (layer.store.index_keys, config.index_head_dim),
+            ):
                 x = torch.randn(1, tokens // ratio, width, dtype=torch.bfloat16)
                 store.write(x, torch.zeros(1).long(), torch.tensor([tokens // ratio]), tokens // ratio)
     cache.advance(layout, None)
@@ -306,11 +308,11 @@ def _simulate(config, tokens, rollback=16):
 
 def test_released_bytes_follow_the_closed_form():
     config = Dsv41TextConfig(num_nextn_predict_layers=0, compress_ratios=Dsv41TextConfig().compress_ratios[:40])
-    short, long = (_simulate(config, n).nbytes() for n in (512, 1024))
+    short, long = (_simulate(config, n).nbytes() for n in (256, 288))
     # 288 B an entry (512 nibbles, 32 scales) and 68 B a key (128 nibbles, 4 scales); three sources of ratio 2, one of 1.
-    slope = sum(long[part] - short[part] for part in long) / 512
+    slope = sum(long[part] - short[part] for part in long) / 32
     assert slope == 3 * (288 + 68) / 2 + (288 + 68) == 890
-    assert long["compressed"] == 1024 * 288 * 5 // 2 and long["index"] == 1024 * 68 * 5 // 2
+    assert long["compressed"] == 288 * 288 * 5 // 2 and long["index"] == 288 * 68 * 5 // 2
     # 512 bytes and 16 scales a token, for the tokens that a query or a rollback may need.
     assert long["window"] == short["window"] == 40 * (127 + 16) * 528
     assert long["draft"] == 0
@@ -325,7 +327,7 @@ def test_bytes_in_use_and_allocated(model):
     counts = sum(len(row) // 2 for row in rows.tokens), sum(len(row) for row in rows.tokens)
     assert used["compressed"] == sum(counts) * entry and used["index"] == sum(counts) * key
     assert allocated["compressed"] == 2 * (16 + 16) * entry and allocated["index"] == 2 * (16 + 16) * key
-    assert used["window"] == 8 * 2 * 11 * token and allocated["window"] == 8 * 2 * (7 + ROLLBACK) * token
+    assert used["window"] == 5 * 2 * 11 * token and allocated["window"] == 5 * 2 * (7 + ROLLBACK) * token
     # Open group: values and gates of 32 channels in float64; n-gram ids; lengths, droppable, mask.
     assert allocated["state"] == 2 * (1 + ROLLBACK) * 64 * 8 + 2 * (2 + ROLLBACK) * 8 + 2 * 2 * 8 + 2 * 11
     stored = [part for p in cache._parts for part in p.parts]
@@ -334,12 +336,12 @@ def test_bytes_in_use_and_allocated(model):
 
 
 def test_a_growing_cache_copies_rarely(model):
-    cache, rows = _filled(model, 1, 20)
+    cache, rows = _filled(model, 1, 13)
     seen = set()
-    for _ in range(30):
+    for _ in range(10):
         model(torch.tensor([[5]]), cache=cache)
-        seen.add(cache.layers[5].store.entries.parts[0].data_ptr())
-    assert cache.get_seq_length() == 50 and len(seen) <= 3
+        seen.add(cache.layers[3].store.entries.parts[0].data_ptr())
+    assert cache.get_seq_length() == 23 and len(seen) == 2
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------------
@@ -404,15 +406,19 @@ def test_foreign_files_are_refused(model, tmp_path):
         with pytest.raises(OSError, match=wrong):
             Dsv4Cache.load(wrong, model.config)
     half_depth = {
-        "num_hidden_layers": 5,
-        "compress_ratios": [0, 0, 2, 2, 2],
-        "kv_source_layer_ids": [2],
-        "index_source_layer_ids": [2, 4],
+        "num_hidden_layers": 3,
+        "compress_ratios": [0, 2, 2],
+        "kv_source_layer_ids": [1],
+        "index_source_layer_ids": [1, 2],
         "candidate_source_layer_id": -1,
     }
-    other_sources = {"kv_source_layer_ids": [3, 5], "index_source_layer_ids": [3, 5], "compress_ratios": [0, 0, 0, 2, 2, 1, 1, 1]}
+    other_sources = {
+        "kv_source_layer_ids": [2, 3],
+        "index_source_layer_ids": [2, 3],
+        "compress_ratios": [0, 0, 2, 1, 1],
+    }
     for changes in ({"sliding_window": 9}, {"head_dim": 64}, {"engram_max_ngram_size": 4}, half_depth, other_sources):
         if "engram_max_ngram_size" in changes:
-            changes = changes | {"engram_num_embeddings": [900, 900]}
+            changes = changes | {"engram_num_embeddings": [900]}
         with pytest.raises(OSError, match="another configuration"):
             Dsv4Cache.load(path, tiny_config(**changes))
