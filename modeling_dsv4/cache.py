@@ -14,7 +14,7 @@ import json
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -122,6 +122,7 @@ class Dsv4Cache(Cache):
         if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
             raise ValueError(f"max_length is {max_length!r}; accepted: None or an integer >= 1.")
         self.kv_format, self.rollback, self.max_length = kv_format, rollback, max_length
+        self._text = text
         codecs = cache_codecs(text, kv_format)
         layers = []
         for layer, mode in enumerate(text.layer_modes):
@@ -364,7 +365,14 @@ class Dsv4Cache(Cache):
             if getattr(self, name) is not None:
                 tensors[name] = getattr(self, name).contiguous()
         about = {k: getattr(self, k) for k in ("kv_format", "rollback", "max_length", "columns", "record_past")}
-        save_file(tensors, path, metadata={"dsv4_cache": json.dumps(about | {"dtypes": dtypes})})
+        about |= {"dtypes": dtypes, "schedule": self._schedule()}
+        save_file(tensors, path, metadata={"dsv4_cache": json.dumps(about)})
+
+    def _schedule(self) -> list:
+        """What a saved cache must share with the configuration that reads it."""
+        text = self._text
+        ratios = [layer.store.ratio if layer.store else 0 for layer in self.layers]
+        return [ratios, text.sliding_window, text.head_dim, text.index_head_dim, text.engram_max_ngram_size]
 
     @classmethod
     def load(cls, path: str, config) -> Dsv4Cache:
@@ -373,20 +381,25 @@ class Dsv4Cache(Cache):
         Raises:
             OSError: if the file is not such a cache, or was made for another schedule.
         """
-        with safe_open(path, framework="pt") as file:
-            about: dict[str, Any] = json.loads((file.metadata() or {}).get("dsv4_cache", "{}"))
-            if not about:
-                raise OSError(f"{path} is not a saved Dsv4Cache.")
-            cache = cls(config, about["kv_format"], about["rollback"], about["max_length"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        try:
+            with safe_open(path, framework="pt") as file:
+                about: dict[str, Any] = json.loads((file.metadata() or {}).get("dsv4_cache", "{}"))
+                tensors = {name: file.get_tensor(name) for name in file.keys()} if about else {}
+        except SafetensorError as error:
+            raise OSError(f"{path} is not a saved Dsv4Cache ({error}).") from error
+        if not about:
+            raise OSError(f"{path} is not a saved Dsv4Cache.")
+        cache = cls(config, about["kv_format"], about["rollback"], about["max_length"])
+        if cache._schedule() != about["schedule"]:
+            raise OSError(
+                f"{path} was made for another configuration: {about['schedule']}, expected {cache._schedule()}."
+            )
         cache.columns, cache.record_past = about["columns"], about["record_past"]
         for name in ("lengths", "column_mask", "_droppable"):
             setattr(cache, name, tensors.pop(name, None))
         parts = cache._parts
         for key in sorted(tensors, key=lambda k: tuple(map(int, k.split(".")))):
             index = int(key.split(".")[0])
-            if index >= len(parts):
-                raise OSError(f"{path} was made for another configuration: it has part {index} of {len(parts)}.")
             parts[index].parts = (parts[index].parts or ()) + (tensors[key],)
             parts[index].dtype = getattr(torch, about["dtypes"][str(index)])
         return cache
