@@ -6,7 +6,6 @@ a test damages them. It uses the library's writer only.
 
 import copy
 import json
-import shutil
 from pathlib import Path
 
 import torch
@@ -90,9 +89,18 @@ class Folder:
         return path
 
 
-def copy_golden(path):
-    """A writable copy of the golden folder."""
-    shutil.copytree(CHECKPOINT_V41, path)
-    for file in Path(path).iterdir():
-        file.chmod(0o644)
-    return Path(path)
+def small_folder():
+    """The first four layers of the golden checkpoint: window, window with Engram, full, reuse."""
+    folder = Folder()
+    folder.keep(lambda name: not name.startswith("layers.") or int(name.split(".")[1]) < 4)
+    folder.config["text_config"].update(
+        num_hidden_layers=4,
+        compress_ratios=[0, 0, 2, 2, 0, 0, 0],
+        kv_source_layer_ids=[2],
+        index_source_layer_ids=[2],
+        candidate_source_layer_id=-1,
+        engram_layer_ids=[1],
+        engram_num_embeddings=[3150],
+        dspark_target_layer_ids=[3],
+    )
+    return folder
