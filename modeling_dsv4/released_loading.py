@@ -270,7 +270,9 @@ class ReleasedCheckpointMixin:
         tensors, entries = _stored_tensors(state_dict, checkpoint_files, load_config)
         if renamings:
             tensors, entries = _renamed(tensors, entries, renamings)
-        quantization = load_config.hf_quantizer and load_config.hf_quantizer.quantization_config
+        quantization = getattr(load_config.hf_quantizer, "quantization_config", None)
+        if getattr(quantization, "quant_method", None) != PACKED_METHOD:  # another quantiser reads floats
+            quantization = None
         source = str(load_config.pretrained_model_name_or_path or "")
         checkpoint = ReleasedCheckpoint(model, tensors, entries, quantization, source)
         tensors = checkpoint.load_all(load_config.ignore_mismatched_sizes)

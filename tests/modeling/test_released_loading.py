@@ -200,6 +200,9 @@ def test_float_model_computes_what_the_packed_one_does(small):
     b = logits(load(small, dtype=torch.float32, quantization_config=both))
     c = logits(load(small, dtype=torch.float32, quantization_config=DEQUANTIZE))
     assert (a - b).abs().max() < 1e-4 < (a - c).abs().max()
+    plain = Dsv4QuantizationConfig(quantize_activations=False)
+    d = logits(load(small, dtype=torch.float32, quantization_config=plain))
+    assert (c - d).abs().max() < 1e-4
 
 
 # ---- every class, prefix and dtype -------------------------------------------------------------------------------------
@@ -220,9 +223,12 @@ CLASSES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, "auto"], ids=str)
+MATRIX = [(c, d) for c in (Dsv41TextModel, Dsv41ForCausalLM) for d in (torch.float32, torch.bfloat16, "auto")]
+MATRIX += [(AutoModel, "auto"), (AutoModelForCausalLM, torch.float32)]
+
+
 @pytest.mark.parametrize("dequantize", [False, True], ids=["packed", "float"])
-@pytest.mark.parametrize("model_class", CLASSES, ids=lambda c: c.__name__)
+@pytest.mark.parametrize(("model_class", "dtype"), MATRIX, ids=lambda v: getattr(v, "__name__", str(v)))
 def test_every_class_prefix_and_dtype(model_class, dequantize, dtype, small, prefixed):
     options = {"dtype": dtype} | ({"quantization_config": DEQUANTIZE} if dequantize else {})
     models = [load(folder, model_class, **options) for folder in (small, prefixed)]
