@@ -268,10 +268,11 @@ class ReleasedCheckpointMixin:
     def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys=None):
         renamings = [t for t in load_config.weight_mapping or [] if type(t) is WeightRenaming]  # of `key_mapping=`
         tensors, entries = _stored_tensors(state_dict, checkpoint_files, load_config)
-        for renaming in renamings:
-            tensors = {renaming.rename_source_key(name)[0]: tensor for name, tensor in tensors.items()}
-            entries = {renaming.rename_source_key(name)[0]: entry for name, entry in entries.items()}
-        quantization = load_config.hf_quantizer and load_config.hf_quantizer.quantization_config
+        if renamings:
+            tensors, entries = _renamed(tensors, entries, renamings)
+        quantization = getattr(load_config.hf_quantizer, "quantization_config", None)
+        if getattr(quantization, "quant_method", None) != PACKED_METHOD:  # another quantiser reads floats
+            quantization = None
         source = str(load_config.pretrained_model_name_or_path or "")
         checkpoint = ReleasedCheckpoint(model, tensors, entries, quantization, source)
         tensors = checkpoint.load_all(load_config.ignore_mismatched_sizes)
@@ -364,6 +365,19 @@ def _stored_tensors(
     if load_config.disable_mmap:
         tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     return tensors, entries
+
+
+def _renamed(tensors, entries, renamings: list[WeightRenaming]):
+    """Return tensors and entries under the names that `key_mapping=` gives."""
+    names = {}
+    for name in tensors:
+        new = name
+        for renaming in renamings:
+            new, _ = renaming.rename_source_key(new)
+        if new in names:
+            raise ValueError(f"key_mapping gives {names[new]} and {name} the same name, {new}; accepted: one each.")
+        names[new] = name
+    return {new: tensors[n] for new, n in names.items()}, {new: entries[n] for new, n in names.items()}
 
 
 def _widen_parameters(model, tensors: dict[str, torch.Tensor]) -> None:

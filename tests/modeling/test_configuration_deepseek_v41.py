@@ -544,6 +544,7 @@ def test_packed_config_without_dtype_computes_in_bfloat16(tmp_path):
     config = released()
     del config["dtype"]
     assert Dsv41Config.from_dict(config).dtype == torch.bfloat16
+    assert Dsv41Config.from_dict({**config, "torch_dtype": "float16"}).dtype == torch.float16  # the old spelling
     del config["quantization_config"]
     assert Dsv41Config.from_dict(config).dtype is None
     (tmp_path / "config.json").write_bytes(RELEASED_FILE.read_bytes())
