@@ -51,12 +51,14 @@ class Message:
         return self.parts in ((), ("",))
 
 
-def normalize_messages(messages) -> list[Message]:
+def normalize_messages(messages, may_end_in_calls: bool = False) -> list[Message]:
     """Check the messages of one conversation and bring them into one form.
 
     Args:
         messages (`list[dict]`): messages with `role`, `content` and, by role, `reasoning_content`, `tool_calls`,
             `tool_call_id`.
+        may_end_in_calls (`bool`, *optional*, defaults to `False`):
+            Accept calls without results in the last message, as in an example that teaches to call.
 
     Returns:
         `list[Message]`: one for each message, in order. Results of one assistant message are sorted into the order of
@@ -72,7 +74,7 @@ def normalize_messages(messages) -> list[Message]:
     if not messages:
         raise ValueError("messages is empty; a conversation needs at least one message")
     normalized = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
-    return _match_results(normalized)
+    return _match_results(normalized, may_end_in_calls)
 
 
 def _message(message, where: str) -> Message:
@@ -180,7 +182,7 @@ def _object_or_text(text: str) -> dict | str:
     return value if isinstance(value, dict) else text
 
 
-def _match_results(messages: list[Message]) -> list[Message]:
+def _match_results(messages: list[Message], may_end_in_calls: bool) -> list[Message]:
     """Check that every call has its result right after it, and sort results into the order of the calls."""
     out = []
     index = 0
@@ -192,7 +194,7 @@ def _match_results(messages: list[Message]) -> list[Message]:
             raise ValueError(
                 f"messages[{index - 1}]: a tool message must answer a call of the assistant message before it"
             )
-        if message.calls:
+        if message.calls and not (may_end_in_calls and index == len(messages)):
             count = len(message.calls)
             out.extend(_sorted_results(message, messages[index : index + count], index - 1))
             index += count

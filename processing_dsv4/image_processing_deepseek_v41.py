@@ -19,6 +19,12 @@ from .image_layout import (
 )
 from .image_sources import MAX_BYTES, MAX_IMAGES, MAX_SIDE, array_to_pil, open_image
 
+# Where a saved folder finds the classes. Every instance states it, so that saved and loaded settings are the same.
+AUTO_MAP = {
+    "AutoImageProcessor": "image_processing_deepseek_v41.Dsv41ImageProcessor",
+    "AutoProcessor": "processing_deepseek_v41.Dsv41Processor",
+}
+
 DETAILS = ("low", "high", "original", "auto")
 COLOR_RULES = ("api", "reference")
 # Keys of `vision_config` in config.json that the image processor shares with the model.
@@ -109,6 +115,11 @@ class Dsv41ImageProcessor(PilBackend):
     max_side = MAX_SIDE
     max_bytes = MAX_BYTES
     max_images = MAX_IMAGES
+
+    def __init__(self, **kwargs):
+        kwargs.pop("auto_map", None)
+        super().__init__(**kwargs)
+        self.auto_map = {"AutoImageProcessor": AUTO_MAP["AutoImageProcessor"]}
 
     @classmethod
     def get_image_processor_dict(cls, pretrained_model_name_or_path, **kwargs):

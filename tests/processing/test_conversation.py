@@ -142,6 +142,14 @@ def test_calls_without_ids_as_transformers_writes_them():
     assert [turn.parts for turn in turns[1:]] == [("1",), ("2",)]
 
 
+def test_an_example_may_end_in_calls():
+    messages = [USER, calling(call("a"), call("b"))]
+    assert len(normalize_messages(messages, may_end_in_calls=True)[1].calls) == 2
+    for bad in ([*messages, result("a")], [*messages, USER]):
+        with pytest.raises(ValueError, match="fewer tool messages"):
+            normalize_messages(bad, may_end_in_calls=True)
+
+
 @pytest.mark.parametrize(
     "bad",
     [

@@ -187,5 +187,6 @@ def test_saving(tmp_path, image_processor):
     loaded = AutoImageProcessor.from_pretrained(tmp_path)
     assert type(loaded) is Dsv41ImageProcessor
     assert (loaded.detail, loaded.max_images, loaded.patch_size) == ("low", None, 7)
-    settings = {key: value for key, value in loaded.to_dict().items() if key != "auto_map"}
-    assert settings == Dsv41ImageProcessor(detail="low", max_images=None, patch_size=7).to_dict()
+    assert loaded.to_dict() == Dsv41ImageProcessor(detail="low", max_images=None, patch_size=7).to_dict()
+    for reference in loaded.auto_map.values():
+        assert (tmp_path / f"{reference.split('.')[0]}.py").is_file()
