@@ -95,6 +95,15 @@ def test_golden_case_from_pixels(mode):
     assert report["logits"].size == 126 and {"streams.9", "topk.8", "router_idx.9", "engram_hash"} <= report.keys()
 
 
+def test_golden_case_in_bfloat16():
+    """The rms of the deviation from the float32 golden is within 1.5 times the recorded one."""
+    case, model = golden.load_case("image"), load_golden(torch.bfloat16, dequantize=True)
+    logits = logits_of(model, **case_inputs(case)).float().numpy()
+    errors = (logits[..., case["logits_vocab"]] - case["logits"])[case["attention_mask"].astype(bool)]
+    recorded = golden.manifest()["cases"]["image"]["bf16_vs_fp32"]["rms"]
+    assert np.sqrt(np.mean(np.square(errors))) <= 1.5 * recorded
+
+
 def test_float64_agrees_with_the_golden():
     """The float64 twin that the exact tests below use is the same model."""
     case = golden.load_case("image")
@@ -451,6 +460,20 @@ def test_encoder_outputs_given_by_hand():
         given = {"mm_encoder_outputs": {"image": encoded}}
         assert torch.equal(logits_of(model, **inputs), logits_of(model, **rest, **given))
         assert torch.equal(model.generate(**rest, **given, **GREEDY, max_new_tokens=4), expected)
+
+
+def test_images_beside_input_embeddings():
+    """Given embeddings serve the text; images overwrite their own positions, and are never dropped in silence."""
+    model = shared_tiny()
+    inputs = image_inputs(model, 2, (4, 5), 3)
+    embeds = model.get_input_embeddings()(inputs["input_ids"]).detach()
+    assert torch.equal(logits_of(model, **inputs, inputs_embeds=embeds), logits_of(model, **inputs))
+    with pytest.raises(ValueError, match="without input_ids"):
+        model(inputs_embeds=embeds, **{name: inputs[name] for name in ("pixel_values", "image_grid_hw")})
+    encoded, rest = encode(model, inputs)
+    filled = embeds.clone()
+    filled[0, 2:12] = torch.cat(list(encoded.pooler_output))
+    assert torch.equal(logits_of(model, **rest, inputs_embeds=filled), logits_of(model, **inputs))
 
 
 def test_delimiters_reach_the_language_model():
