@@ -414,7 +414,10 @@ class Dsv41Model(Dsv41PreTrainedModel):
             )
         if not count:
             return embeds
-        return embeds.masked_scatter(places[..., None], torch.cat(spans).to(embeds))
+        spans = torch.cat(spans).to(embeds)
+        if spans.shape[-1] != embeds.shape[-1]:
+            raise ValueError(f"image embeddings have width {spans.shape[-1]}; accepted: {embeds.shape[-1]}.")
+        return embeds.masked_scatter(places[..., None], spans)
 
 
 class _CausalHead:
