@@ -60,6 +60,15 @@ class Dsv4GenerationMixin(GenerationMixin):
             config.suppress_tokens = [*(config.suppress_tokens or []), self.config.image_token_id]
         return prepared
 
+    # transformers looks for `inputs_embeds` in this signature.
+    def prepare_inputs_for_generation(self, input_ids, *args, inputs_embeds=None, **kwargs):
+        """Keep the token ids beside prompt embeddings: n-grams and image positions are read from them."""
+        inputs = super().prepare_inputs_for_generation(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
+        embeds = inputs.get("inputs_embeds")
+        if embeds is not None and inputs.get("input_ids") is None and input_ids.shape[1] >= embeds.shape[1]:
+            inputs["input_ids"] = input_ids[:, -embeds.shape[1] :].clone()
+        return inputs
+
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, *args, **kwargs
     ):

@@ -36,7 +36,8 @@ class Dsv4RMSNorm(nn.Module):
 
 def unit_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
     """Divide `[..., D]` by its root mean square over the last axis."""
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    # A square root and a division round once less than a reciprocal root and a product.
+    return x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
 def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:

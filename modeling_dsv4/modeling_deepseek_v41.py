@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
@@ -23,7 +24,7 @@ from transformers.modeling_outputs import (
     MoeCausalLMOutputWithPast,
     MoeModelOutputWithPast,
 )
-from transformers.utils import can_return_tuple
+from transformers.utils import can_return_tuple, logging
 from transformers.utils.deprecation import deprecate_kwarg
 
 from .attention import Dsv4Attention, LayerContext, SharedState
@@ -44,6 +45,8 @@ from .rotary import rotary_frequencies, rotary_table
 from .sequence_layout import SequenceLayout, check_position_ids, read_attention_mask
 from .vision import Dsv41MultiModalProjector, Dsv41VisionTower, image_span, unshuffle, unshuffle_index
 from .weight_names import WeightNames
+
+logger = logging.get_logger(__name__)
 
 # Start of the mixing scales: the static coefficients A = 0.5, C = 1 dominate a fresh model (V4 report section 2.2).
 INITIAL_MIXING_SCALE = 0.01
@@ -154,6 +157,12 @@ class Dsv41PreTrainedModel(ReleasedCheckpointMixin, PreTrainedModel):
                    if not n.endswith("weight_scale_inv")]  # fmt: skip
         return total + sum(t.numel() * (2 if t.dtype == torch.int8 else 1) for t in tensors)
 
+    def _set_gradient_checkpointing(self, enable: bool = True, gradient_checkpointing_func=checkpoint, **kwargs):
+        """Refuse the reentrant form, which sees no gradient through the tuples that layers hand on."""
+        if enable and getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant"):
+            raise ValueError("use_reentrant is True; accepted: False (transformers' default).")
+        super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, **kwargs)
+
     def set_tokenizer(self, tokenizer) -> None:
         r"""Build the Engram token map from a tokenizer.
 
@@ -240,7 +249,16 @@ class Dsv41TextModel(Dsv41PreTrainedModel):
             cache.advance(layout, valid)
         return Dsv41ModelOutput(last_hidden_state=hidden, cache=cache, **capture.fields(hidden))
 
+    @property
+    def _checkpoints(self) -> bool:
+        """Whether layers will run a second time in the backward pass."""
+        return self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+
     def _wants_cache(self, use_cache: bool | None) -> bool:
+        if self._checkpoints:
+            if use_cache:
+                logger.warning_once("use_cache=True with gradient checkpointing: no cache is made.")
+            return False
         if use_cache is None:
             # Entries in a cache carry no gradient; nobody asks for one by default while training.
             return self.config.text_config.use_cache and not (torch.is_grad_enabled() and self.training)
@@ -256,6 +274,8 @@ class Dsv41TextModel(Dsv41PreTrainedModel):
         if kwargs.get("output_attentions"):
             raise ValueError("output_attentions is True; accepted: False. Attention weights are never materialised.")
         check_cache(cache)
+        if cache is not None and self._checkpoints:
+            raise ValueError("cache is given while gradients are checkpointed, which would fill it twice; accepted: None.")
         check_replay(decoder_replay)
 
     def _layout(

@@ -46,6 +46,11 @@ def route_tokens(
     return weights * scaling, indices
 
 
+# Matrix libraries take other routines, with other rounding, for a handful of rows. An expert's rows are filled up to this
+# many (or to all tokens of a call that has fewer), so that no token's result depends on where the others were routed.
+MIN_EXPERT_ROWS = 16
+
+
 class Dsv4TopKRouter(nn.Module):
     """Router: `weight` `[E, H]`; selection biases of text and image positions as float32 buffers `[E]`."""
 
@@ -105,10 +110,12 @@ class _RoutedExperts:
         for expert in indices.unique().tolist():
             tokens, slots = torch.where(indices == expert)
             gate_up, down = weights_of(expert)
-            gate, up = F.linear(rounded[tokens], gate_up).chunk(2, dim=-1)
+            missing = max(0, min(MIN_EXPERT_ROWS, len(x)) - len(tokens))
+            gate, up = F.linear(F.pad(rounded[tokens], (0, 0, 0, missing)), gate_up).chunk(2, dim=-1)
             # The routing weight enters before the down projection's input is rounded (contract section 7).
-            hidden = clamped_swiglu(gate, up, self.limit) * weights[tokens, slots, None]
-            out = out.index_add(0, tokens, wide(F.linear(self._rounded(hidden.to(x.dtype)), down)))
+            hidden = clamped_swiglu(gate, up, self.limit) * F.pad(weights[tokens, slots, None], (0, 0, 0, missing))
+            result = F.linear(self._rounded(hidden.to(x.dtype)), down)
+            out = out.index_add(0, tokens, wide(result[: len(tokens)]))
         return out
 
     def _rounded(self, x: torch.Tensor) -> torch.Tensor:

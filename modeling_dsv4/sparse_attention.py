@@ -94,9 +94,11 @@ def select_candidate_blocks(scores: torch.Tensor, visible: torch.Tensor, *, bloc
         k (`int`): blocks kept.
 
     Returns:
-        `torch.Tensor` of shape `[B, T, min(k, ceil(C / block_size))]`, int64: blocks ascending, -1 where there is none.
+        `torch.Tensor` of shape `[B, T, min(k, ceil(C / block_size))]` (one block if C is 0), int64: blocks ascending, -1
+        where there is none.
     """
-    padding = -scores.shape[-1] % block_size
+    # At least one block, so that a call without any entry is no special case.
+    padding = max(-(-scores.shape[-1] // block_size), 1) * block_size - scores.shape[-1]
     padded = torch.nn.functional.pad(scores, (0, padding), value=float("-inf"))
     best = padded.unflatten(-1, (-1, block_size)).amax(-1)
     newest = ((visible - 1).clamp(min=0) // block_size)[..., None]

@@ -41,6 +41,11 @@ def manifest(folder=CASES_V41):
     return load_json(Path(folder) / "manifest.json")
 
 
+def manifest_of_gradients(name):
+    """Return the manifest of the gradients of one case: `["modes"][mode]` has the loss and the norms."""
+    return load_json(GRADS_V41 / f"manifest_{name}.json")
+
+
 def load_tensors(path):
     """Return every tensor of a safetensors file as a numpy array; bfloat16 becomes float32."""
     tensors = load_file(str(path))

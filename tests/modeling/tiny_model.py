@@ -1,0 +1,100 @@
+"""The tiny model of the fault-kind tests: eight layers of every mode, selections far smaller than what is visible.
+
+Its weights are drawn wide, so that every part matters, and can be handed to the oracle under released names.
+"""
+
+from functools import cache
+
+import numpy as np
+import torch
+from torch import nn
+
+from modeling_dsv4 import Dsv41Config, Dsv41ForCausalLM
+from modeling_dsv4.hyper_connections import Dsv4HyperConnection
+from modeling_dsv4.moe import Dsv4TopKRouter
+from tests.reference import text_model
+
+PAD, IMAGE = 0, 127
+TEXT = {
+    "vocab_size": 128, "hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 8,
+    "num_attention_heads": 4, "head_dim": 32, "qk_rope_head_dim": 16, "q_lora_rank": 32, "o_lora_rank": 32, "o_groups": 2,
+    "swiglu_limit": 2.0, "max_position_embeddings": 512, "rope_theta": 10000.0, "compress_rope_theta": 160000.0,
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 4, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 64,
+    },
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "sliding_window": 8,
+    "compress_ratios": [0, 0, 2, 2, 2, 1, 1, 1], "kv_source_layer_ids": [2, 5], "index_source_layer_ids": [2, 4, 5, 6, 7],
+    "index_n_heads": 8, "index_head_dim": 32, "index_topk": 2,
+    "candidate_source_layer_id": 5, "candidate_topk_blocks": 2, "candidate_block_size": 2,
+    "engram_layer_ids": [1, 3], "engram_vocab_size": 50, "engram_n_heads": 2, "engram_head_dim": 32,
+    "engram_num_embeddings": [384, 552], "engram_pad_token_id": PAD, "engram_compressed_vocab_size": 128,
+    "num_nextn_predict_layers": 0, "initializer_range": 0.15,
+}  # fmt: skip
+
+
+def tiny_config(**changed):
+    """The tiny configuration, with some text keys changed."""
+    text = TEXT | changed
+    return Dsv41Config(
+        text_config=text, vision_config=None, image_token_id=IMAGE, pad_token_id=PAD, bos_token_id=1, eos_token_id=2
+    )
+
+
+def new_model(dtype=torch.float32, seed=0, **changed):
+    """Make a tiny model with wide random weights, in evaluation mode."""
+    torch.manual_seed(seed)
+    model = Dsv41ForCausalLM(tiny_config(**changed)).eval()
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, Dsv4HyperConnection):
+                nn.init.normal_(module.base, std=0.5)
+                nn.init.constant_(module.scale, 0.5)
+            elif isinstance(module, Dsv4TopKRouter):
+                nn.init.normal_(module.e_score_correction_bias, std=0.1)
+                nn.init.normal_(module.e_score_correction_bias_vl, std=0.5)
+            elif isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=1.0)
+        for name, parameter in model.named_parameters():
+            if name.endswith(("norm.weight", "q_weight", "k_weight")):
+                parameter.copy_(1 + 0.2 * torch.randn_like(parameter))
+            elif name.endswith("sinks"):
+                nn.init.normal_(parameter)
+    return model.to(dtype)
+
+
+@cache
+def shared_model(dtype=torch.float32, **changed):
+    """A tiny model that tests share and must not change."""
+    return new_model(dtype, **changed)
+
+
+def some_ids(batch, length, seed=0, low=3):
+    """Random token ids `[B, S]`, neither special nor the image token."""
+    return torch.randint(low, IMAGE, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def oracle_weights(model):
+    """The float64 weights of a tiny model under released names, one matrix per expert."""
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        array = tensor.detach().double().numpy()
+        if name.endswith("experts.gate_up_proj"):
+            stem = model.weight_names.to_released(name.replace("mlp.experts.gate_up_proj", "mlp.gate.weight"))
+            stem = stem.removesuffix(".gate.weight")
+            down = model.state_dict()[name.replace("gate_up_proj", "down_proj")].double().numpy()
+            for expert, (gate_up, out) in enumerate(zip(array, down, strict=True)):
+                gate, up = np.split(gate_up, 2)
+                for short, matrix in (("w1", gate), ("w3", up), ("w2", out)):
+                    weights[f"{stem}.experts.{expert}.{short}.weight"] = matrix
+        elif not name.endswith("experts.down_proj"):
+            weights[model.weight_names.to_released(name)] = array
+    return weights
+
+
+def oracle_logits(model, input_ids, **options):
+    """Logits of the oracle for a tiny model: `[B, S, V]` float64."""
+    text = model.config.text_config.to_dict()
+    options.setdefault("rounding", text["cache_rounding"])
+    options.setdefault("token_map", list(range(text["vocab_size"])))
+    weights = options.pop("weights", None) or oracle_weights(model)
+    return text_model.forward(weights, text, np.asarray(input_ids), **options)["logits"]
