@@ -94,13 +94,15 @@ class Dsv4GenerationMixin(GenerationMixin):
             model_kwargs["cache"].activate_past_recording()
 
     def _prefill(self, input_ids, generation_config, model_kwargs, is_first_iteration=True):
-        """Leave out what a continued cache has seen of the images, if all ids and images of the prompt came again."""
+        """Give the prompt those embeddings of images that the cache has not seen yet."""
         seen = 0 if model_kwargs.get("cache") is None else model_kwargs["cache"].get_seq_length()
         encoded = (model_kwargs.get("mm_encoder_outputs") or {}).get("image")
-        if is_first_iteration and seen and encoded is not None:
+        if encoded is not None and not seen:
+            is_first_iteration = True  # an assistant's first call comes as a later one, which would drop the images
+        elif encoded is not None and is_first_iteration:
             places = input_ids == self.config.image_token_id
             spans = torch.cat(list(encoded["pooler_output"]))
-            if len(spans) == int(places.sum()):
+            if len(spans) == int(places.sum()):  # all ids and all images of the prompt came again
                 is_new = (torch.arange(input_ids.shape[1], device=places.device) >= seen).expand_as(places)
                 rest = type(encoded)(pooler_output=[spans[is_new[places].to(spans.device)]])
                 model_kwargs["mm_encoder_outputs"] = model_kwargs["mm_encoder_outputs"] | {"image": rest}

@@ -157,7 +157,7 @@ class Dsv41Model(Dsv4PreTrainedModel):
                 positions may come in one call and the rest in the next (chunked prefill).
 
         Raises:
-            ValueError: if the number of image positions and embeddings differ.
+            ValueError: if the number of image positions and embeddings differ, or images come without `input_ids`.
         """
         encoded = (mm_encoder_outputs or {}).get("image")
         if pixel_values is not None:
@@ -165,13 +165,17 @@ class Dsv41Model(Dsv4PreTrainedModel):
                 problem = "mm_encoder_outputs as well" if encoded is not None else "no image_grid_hw"
                 raise ValueError(f"pixel_values came with {problem}; accepted: pixel_values with image_grid_hw alone.")
             encoded = self.get_image_features(pixel_values, image_grid_hw, image_unshuffle_index, return_dict=True)
-        if inputs_embeds is None and input_ids is not None:
-            inputs_embeds = self._embed(input_ids, encoded)
+        if encoded is not None and input_ids is None:
+            raise ValueError("images came without input_ids, which say where they stand; accepted: input_ids as well.")
+        if input_ids is not None and (inputs_embeds is None or encoded is not None):
+            inputs_embeds = self._embed(input_ids, inputs_embeds, encoded)
         return self.language_model(input_ids=input_ids, inputs_embeds=inputs_embeds, cache=cache, **kwargs)
 
-    def _embed(self, input_ids: torch.Tensor, encoded: BaseModelOutputWithPooling | None) -> torch.Tensor:
-        """Token embeddings `[B, S, H]` with the image positions overwritten."""
-        embeds = self.language_model.embed_tokens(input_ids)
+    def _embed(
+        self, input_ids: torch.Tensor, embeds: torch.Tensor | None, encoded: BaseModelOutputWithPooling | None
+    ) -> torch.Tensor:
+        """Given or token embeddings `[B, S, H]` with the image positions overwritten."""
+        embeds = self.language_model.embed_tokens(input_ids) if embeds is None else embeds
         places = input_ids == self.config.image_token_id
         count = int(places.sum())
         spans = [] if encoded is None else list(encoded.pooler_output)
@@ -183,7 +187,10 @@ class Dsv41Model(Dsv4PreTrainedModel):
             )
         if not count:
             return embeds
-        return embeds.masked_scatter(places[..., None], torch.cat(spans).to(embeds))
+        spans = torch.cat(spans).to(embeds)
+        if spans.shape[-1] != embeds.shape[-1]:
+            raise ValueError(f"image embeddings have width {spans.shape[-1]}; accepted: {embeds.shape[-1]}.")
+        return embeds.masked_scatter(places[..., None], spans)
 
 
 class Dsv41ForCausalLM(CausalHead, Dsv4PreTrainedModel, Dsv4GenerationMixin):

@@ -95,6 +95,15 @@ def test_golden_case_from_pixels(mode):
     assert report["logits"].size == 126 and {"streams.9", "topk.8", "router_idx.9", "engram_hash"} <= report.keys()
 
 
+def test_golden_case_in_bfloat16():
+    """The rms of the deviation from the float32 golden is within 1.5 times the recorded one."""
+    case, model = golden.load_case("image"), load_golden(torch.bfloat16, dequantize=True)
+    logits = logits_of(model, **case_inputs(case)).float().numpy()
+    errors = (logits[..., case["logits_vocab"]] - case["logits"])[case["attention_mask"].astype(bool)]
+    recorded = golden.manifest()["cases"]["image"]["bf16_vs_fp32"]["rms"]
+    assert np.sqrt(np.mean(np.square(errors))) <= 1.5 * recorded
+
+
 def test_float64_agrees_with_the_golden():
     """The float64 twin that the exact tests below use is the same model."""
     case = golden.load_case("image")
@@ -315,6 +324,42 @@ def test_prompt_lookup_equals_greedy(prefill):
     assert len(calls) < prefills + 13  # some candidates were taken
 
 
+def test_an_assistant_sees_the_images():
+    """Candidates of another model of this kind: the greedy tokens, with one image and a cache each."""
+    model, assistant = shared_tiny(), tiny_model()
+    with torch.no_grad():
+        for parameter in assistant.parameters():
+            parameter += 0.02 * torch.randn_like(parameter)
+    row = image_inputs(model, 2, (4, 5), 3, seed=8)
+    expected = model.generate(**row, **GREEDY, max_new_tokens=8)
+    seen = []
+    handle = assistant.model.language_model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["inputs_embeds"]), with_kwargs=True
+    )
+    assert torch.equal(model.generate(**row, **GREEDY, max_new_tokens=8, assistant_model=assistant), expected)
+    handle.remove()
+    spans = torch.cat(list(encode(model, row)[0].pooler_output))
+    torch.testing.assert_close(seen[0][0, 2 : 2 + len(spans)], spans)
+    assert torch.equal(model.generate(**row, **GREEDY, max_new_tokens=8, assistant_model=model), expected)
+
+
+def test_generation_from_input_embeddings():
+    model = shared_tiny()
+    row = image_inputs(model, 2, (4, 5), 3, seed=8)
+    embeds = model.get_input_embeddings()(row["input_ids"]).detach()
+    expected = model.generate(**row, **GREEDY, max_new_tokens=4)
+    assert torch.equal(
+        model.generate(**row, inputs_embeds=embeds, **GREEDY, max_new_tokens=4)[:, -4:], expected[:, -4:]
+    )
+
+
+def test_generation_without_a_cache():
+    model = shared_tiny()
+    batch = batch_left(mixed_rows(model))
+    expected = model.generate(**batch, **GREEDY, max_new_tokens=4)
+    assert torch.equal(model.generate(**batch, **GREEDY, max_new_tokens=4, use_cache=False), expected)
+
+
 def test_an_image_token_is_never_generated():
     """It has no embedding of its own, so choosing it would end generation with an error."""
     model = tiny_model()
@@ -415,6 +460,9 @@ def test_counts_of_positions_and_embeddings_must_agree():
     model = tiny_model()
     inputs = image_inputs(model, 2, (4, 5), 3)
     ids, text = inputs["input_ids"], prompt(model, 8)
+    narrow = BaseModelOutputWithPooling(pooler_output=[torch.zeros(10, 31)])
+    with pytest.raises(ValueError, match="width 31; accepted: 32"):
+        model(input_ids=ids, mm_encoder_outputs={"image": narrow})
     cases = [
         (inputs | {"input_ids": text}, "input_ids has 0 image positions .*the images have 10 "),
         (inputs | {"input_ids": ids[:, :-6]}, "input_ids has 7 image positions .*the images have 10 "),
@@ -451,6 +499,20 @@ def test_encoder_outputs_given_by_hand():
         given = {"mm_encoder_outputs": {"image": encoded}}
         assert torch.equal(logits_of(model, **inputs), logits_of(model, **rest, **given))
         assert torch.equal(model.generate(**rest, **given, **GREEDY, max_new_tokens=4), expected)
+
+
+def test_images_beside_input_embeddings():
+    """Given embeddings serve the text; images overwrite their own positions, and are never dropped in silence."""
+    model = shared_tiny()
+    inputs = image_inputs(model, 2, (4, 5), 3)
+    embeds = model.get_input_embeddings()(inputs["input_ids"]).detach()
+    assert torch.equal(logits_of(model, **inputs, inputs_embeds=embeds), logits_of(model, **inputs))
+    with pytest.raises(ValueError, match="without input_ids"):
+        model(inputs_embeds=embeds, **{name: inputs[name] for name in ("pixel_values", "image_grid_hw")})
+    encoded, rest = encode(model, inputs)
+    filled = embeds.clone()
+    filled[0, 2:12] = torch.cat(list(encoded.pooler_output))
+    assert torch.equal(logits_of(model, **rest, inputs_embeds=filled), logits_of(model, **inputs))
 
 
 def test_delimiters_reach_the_language_model():
