@@ -268,7 +268,9 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
             raise ValueError("output_attentions is True; accepted: False. Attention weights are never materialised.")
         check_cache(cache)
         if cache is not None and self._checkpoints:
-            raise ValueError("cache is given while gradients are checkpointed, which would fill it twice; accepted: None.")
+            raise ValueError(
+                "cache is given while gradients are checkpointed, which would fill it twice; accepted: None."
+            )
         check_replay(decoder_replay)
 
     def _layout(

@@ -12,8 +12,8 @@ from modeling_dsv4 import (
     Dsv4QuantizationConfig,
     Dsv41Config,
     Dsv41ForCausalLM,
-    Dsv41TextConfig,
     Dsv41Model,
+    Dsv41TextConfig,
     Dsv41TextModel,
     Dsv41VisionConfig,
 )

@@ -136,7 +136,9 @@ def test_a_returned_cache_is_continued(model, ids, expected):
     """Two calls of generate on one cache equal one; a second prompt appended to the answer equals a fresh run."""
     first = model.generate(ids, **GREEDY | {"max_new_tokens": 6}, return_dict_in_generate=True)
     cache = first.past_key_values
-    again = model.generate(first.sequences, **GREEDY | {"max_new_tokens": NEW - 6}, past_key_values=copy.deepcopy(cache))
+    again = model.generate(
+        first.sequences, **GREEDY | {"max_new_tokens": NEW - 6}, past_key_values=copy.deepcopy(cache)
+    )
     assert torch.equal(again, expected)
     turn = torch.cat([first.sequences, some_ids(2, 7, seed=5)], dim=1)
     fresh = model.generate(turn, **GREEDY)
@@ -267,7 +269,14 @@ def test_continuous_batching_is_refused(model, ids):
         model.generate_batch(ids.tolist())
 
 
-@pytest.mark.parametrize("options", [{"penalty_alpha": 0.6, "top_k": 4}, {"dola_layers": "low"}, {"num_beams": 3, "num_beam_groups": 3, "diversity_penalty": 0.5}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"penalty_alpha": 0.6, "top_k": 4},
+        {"dola_layers": "low"},
+        {"num_beams": 3, "num_beam_groups": 3, "diversity_penalty": 0.5},
+    ],
+)
 def test_modes_that_transformers_moved_out_say_so(model, ids, options):
     """They need `custom_generate` code from the Hub; without it transformers raises, it does not decode something else."""
     with pytest.raises((ValueError, OSError, ImportError, TypeError)):

@@ -14,8 +14,17 @@ from transformers import DynamicCache, StaticCache
 
 from modeling_dsv4 import Dsv4Cache, Dsv41ForCausalLM, attention
 from modeling_dsv4.cache_storage import CacheCodec
-from tests.modeling.tiny_model import IMAGE, PAD, TEXT, new_model, oracle_logits, oracle_weights, shared_model, some_ids
-from tests.modeling.tiny_model import tiny_config
+from tests.modeling.tiny_model import (
+    IMAGE,
+    PAD,
+    TEXT,
+    new_model,
+    oracle_logits,
+    oracle_weights,
+    shared_model,
+    some_ids,
+    tiny_config,
+)
 from tests.reference import text_model
 
 EXACT = 1e-9  # float64, same sums in another order
@@ -76,7 +85,11 @@ def _as_given(mask, kind, queries=None):
     total = mask.shape[1]
     causal = torch.ones(total, total, dtype=torch.bool).tril()[total - (queries or total) :]
     allowed = causal & mask.bool()[:, None, None]
-    return allowed if kind == "4d bool" else torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    return (
+        allowed
+        if kind == "4d bool"
+        else torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    )
 
 
 SIDES = {
