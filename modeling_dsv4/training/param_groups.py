@@ -219,7 +219,9 @@ def _user_routes(routes: list[Route], rules: Mapping[str, Mapping[str, Any]]) ->
             splits = options.pop("row_splits", route.row_splits if algorithm == "muon" else None)
             splits = tuple(splits) if splits is not None else None
             if splits is not None and (route.parameter.ndim < 2 or sum(splits) != route.parameter.shape[-2]):
-                raise ValueError(f"rule {pattern!r}: row_splits {splits} do not fit {route.name} {route.parameter.shape}")
+                raise ValueError(
+                    f"rule {pattern!r}: row_splits {splits} do not fit {route.name} {route.parameter.shape}"
+                )
             route = replace(
                 route,
                 label=f"rule {pattern}",

@@ -43,7 +43,9 @@ class ModelFacts:
         vision = getattr(config, "vision_config", None)
         model_type = str(getattr(config, "model_type", ""))
         if family is None:
-            family = next((f for f, prefix in (("v41", "deepseek_v41"), ("v4", "deepseek_v4")) if prefix in model_type), "")
+            family = next(
+                (f for f, prefix in (("v41", "deepseek_v41"), ("v4", "deepseek_v4")) if prefix in model_type), ""
+            )
         if family not in ("v41", "v4"):
             raise ValueError(
                 f"cannot route a model of type {model_type!r}: expected deepseek_v41 or deepseek_v4 (or pass family=)"
@@ -196,11 +198,18 @@ def _rules(table: str) -> tuple[Rule, ...]:
         ),
         Rule("attention matrices", r"\.(q_a_proj|kv_proj|o_b_proj)\.weight$", "muon", part=r"\.q_a_proj($|\.)"),
         Rule("router", r"\.gate\.weight$", "muon", part=r"\.mlp\.gate($|\.)"),
-        Rule("experts gate and up", r"\.experts\.gate_up_proj$", "muon", splits=_gate_up, part=r"\.mlp\.experts($|\.)"),
+        Rule(
+            "experts gate and up", r"\.experts\.gate_up_proj$", "muon", splits=_gate_up, part=r"\.mlp\.experts($|\.)"
+        ),
         Rule("experts down", r"\.experts\.down_proj$", "muon"),
         Rule("shared experts", r"\.shared_experts\.(gate|up|down)_proj\.weight$", "muon"),
         Rule("hyper-connection mixing", r"(^|[._])(attn_hc|ffn_hc|hc_head)\.fn$", "muon"),
-        Rule("hyper-connection base and scale", r"(^|[._])(attn_hc|ffn_hc|hc_head)\.(base|scale)$", "adamw", decays=small),
+        Rule(
+            "hyper-connection base and scale",
+            r"(^|[._])(attn_hc|ffn_hc|hc_head)\.(base|scale)$",
+            "adamw",
+            decays=small,
+        ),
         Rule("sinks", r"\.sinks$", "adamw", decays=small),
         Rule("position bias", r"\.position_bias$", "adamw", decays=small),
         Rule("draft projections", r"(^|\.)(main_proj|e_proj|h_proj)\.weight$", "muon"),
