@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,14 +63,15 @@ class RoutingReport:
         unused = [rule.label for rule in rules if rule.label not in used]
         if unused:
             report.notes.append("rules without a trainable parameter: " + ", ".join(unused))
-        report._note("matrices on AdamW, by rule", [r.name for r in routes if _matrix_on_adamw(r)])
-        report._note("named by no rule (shape decided)", [r.name for r in routes if not r.named])
+        on_adamw = Counter(route.label for route in routes if _matrix_on_adamw(route))
+        if on_adamw:
+            counts = ", ".join(f"{label} ({count})" for label, count in on_adamw.items())
+            report.notes.append(f"matrices on AdamW because their rule says so: {counts}")
+        unnamed = [route.name for route in routes if not route.named]
+        if unnamed:
+            more = f" and {len(unnamed) - 10} more" if len(unnamed) > 10 else ""
+            report.notes.append(f"named by no rule (shape decided): {', '.join(unnamed[:10])}{more}")
         return report
-
-    def _note(self, title: str, names: list[str]) -> None:
-        if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            self.notes.append(f"{title}: {', '.join(names[:3])}{more}")
 
     def __str__(self) -> str:
         head = ("role", "algorithm", "blocks", "tensors", "elements", "lr x", "decay", "state", "FLOPs/step")

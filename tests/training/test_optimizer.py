@@ -67,9 +67,7 @@ def run_case(case, make, dtype, **options):
 @pytest.mark.parametrize("case", cases("muon"), ids=lambda c: c["id"])
 def test_stored_muon_cases(case, chunk_bytes):
     bounds = TOLERANCES["muon_weight_change"]
-    optimizer, parameter, error = run_case(
-        case, muon_for, torch.float64, ns_dtype="float64", chunk_bytes=chunk_bytes
-    )
+    optimizer, parameter, error = run_case(case, muon_for, torch.float64, ns_dtype="float64", chunk_bytes=chunk_bytes)
     assert error <= bounds["float64"]
     assert relative_error(optimizer.state[parameter]["momentum_buffer"], tensor(case, "m_ema")) <= 1e-12
     assert run_case(case, muon_for, torch.float32, chunk_bytes=chunk_bytes)[2] <= bounds["float32"]
@@ -336,7 +334,9 @@ def test_another_routing_is_refused_with_the_difference():
     other_model, _ = tiny()
     groups = build_param_groups(other_model, report=False, rules={r"q_b_proj\.weight$": {"row_splits": None}})
     other = Dsv4Optimizer(groups, lr=1e-3)
-    with pytest.raises(ValueError, match=r"(?s)another routing.*q_b_proj\.weight: saved muon, row_splits \(8, 8, 8, 8\)"):
+    with pytest.raises(
+        ValueError, match=r"(?s)another routing.*q_b_proj\.weight: saved muon, row_splits \(8, 8, 8, 8\)"
+    ):
         other.load_state_dict(optimizer.state_dict())
 
 
@@ -444,7 +444,10 @@ def test_touched_rows_move_alone_and_old_momentum_decays():
     torch.testing.assert_close(optimizer.state[p]["momentum_buffer"][rows], expected)
     # On a table whose rows are all touched it is the dense rule.
     pair = [torch.nn.Parameter(start.clone()) for _ in range(2)]
-    modes = [Dsv4Optimizer([q], lr=0.01, algorithm="sinkhorn", rows=r) for q, r in zip(pair, ("touched", "all"), strict=True)]
+    modes = [
+        Dsv4Optimizer([q], lr=0.01, algorithm="sinkhorn", rows=r)
+        for q, r in zip(pair, ("touched", "all"), strict=True)
+    ]
     for _ in range(3):
         grad = torch.randn(30, 6, dtype=torch.float64, generator=generator)
         for q, o in zip(pair, modes, strict=True):
@@ -475,7 +478,13 @@ def test_idle_experts_keep_moving_by_default_and_stand_still_with_the_guard():
     def change_of_expert_1(threshold):
         p = torch.nn.Parameter(start.clone())
         optimizer = Dsv4Optimizer(
-            [p], lr=0.01, algorithm="muon", weight_decay=0.0, row_splits=(3, 3), idle_threshold=threshold, chunk_bytes=900
+            [p],
+            lr=0.01,
+            algorithm="muon",
+            weight_decay=0.0,
+            row_splits=(3, 3),
+            idle_threshold=threshold,
+            chunk_bytes=900,
         )
         p.grad = first * torch.tensor([1, 1e-3, 1, 1]).view(4, 1, 1)
         optimizer.step()
