@@ -110,8 +110,8 @@ class MuonStep:
         tensors = (parameter, local_gradient(parameter), state["momentum_buffer"], state.get("master"))
         weight, grad, momentum, master = (None if t is None else _stacked(local_part(t)) for t in tensors)
         stack = _Stack(weight, grad, momentum, master, noise=rounding_noise(self.group, name, parameter, state))
-        for part in _chunks(stack, self.group["chunk_bytes"], working):
-            advance_momentum(part.grad, part.momentum, self.group["momentum"], working)
+        for index in _chunks(stack, self.group["chunk_bytes"], working):
+            advance_momentum(stack.grad[index], stack.momentum[index], self.group["momentum"], working)
         if self.group["idle_threshold"] is not None and parameter.ndim == 3:
             stack.active = self._active_experts(stack, layout, working)
         keys = (newton_schulz_dtype(self.group, parameter), working, weight.device)
@@ -203,9 +203,10 @@ class MuonStep:
 
         Departs from the paper, where old momentum alone gives an expert without tokens a full-size update.
         """
-        parts = _chunks(stack, self.group["chunk_bytes"], working)
-        energy = [self._read(part, working).square_().sum((1, 2), dtype=torch.float64) for part in parts]
-        energy = torch.cat(energy) if energy else torch.zeros(0, dtype=torch.float64, device=stack.weight.device)
+        energy = torch.zeros(stack.weight.shape[0], dtype=torch.float64, device=stack.weight.device)
+        for experts, rows in _chunks(stack, self.group["chunk_bytes"], working):
+            squares = self._read(stack[experts, rows], working).square_()
+            energy[experts] += squares.sum((1, 2), dtype=torch.float64)
         norms = summed(energy, layout.groups(1, 2)).sqrt()
         mean = summed(norms.sum(), layout.groups(0)) / layout.shape[0]
         return norms > self.group["idle_threshold"] * mean
@@ -232,20 +233,16 @@ def ranges(total: int, parts: int) -> Iterator[tuple[int, int]]:
         yield k * total // parts, (k + 1) * total // parts
 
 
-def _chunks(stack: _Stack, chunk_bytes: int, working: torch.dtype) -> Iterator[_Stack]:
-    """Cut a parameter along its rows (2-D) or experts (3-D) so that two working copies of a part fit `chunk_bytes`."""
+def _chunks(stack: _Stack, chunk_bytes: int, working: torch.dtype) -> Iterator[tuple[slice, slice]]:
+    """Cut a parameter along experts and rows so that two working copies of a part fit `chunk_bytes`."""
     experts, rows, cols = stack.weight.shape
     if not stack.weight.numel():
         return
     rows_at_once = max(1, chunk_bytes // (2 * cols * working.itemsize))
-    if rows_at_once >= rows:
-        step = rows_at_once // rows
-        for start in range(0, experts, step):
-            yield stack[start : start + step]
-        return
-    for expert in range(experts):
+    experts_at_once = max(1, rows_at_once // rows)
+    for first in range(0, experts, experts_at_once):
         for start in range(0, rows, rows_at_once):
-            yield stack[expert : expert + 1, start : start + rows_at_once]
+            yield slice(first, min(first + experts_at_once, experts)), slice(start, min(start + rows_at_once, rows))
 
 
 def _pack(stacks: list[_Stack], capacity: int) -> Iterator[list[_Stack]]:

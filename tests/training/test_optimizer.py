@@ -468,7 +468,8 @@ def test_touched_rows_take_sparse_gradients():
     torch.testing.assert_close(tables[0].weight, tables[1].weight, rtol=1e-6, atol=1e-7)
 
 
-def test_idle_experts_keep_moving_by_default_and_stand_still_with_the_guard():
+@pytest.mark.parametrize("chunk_bytes", [2**30, 900, 100])
+def test_idle_experts_keep_moving_by_default_and_stand_still_with_the_guard(chunk_bytes):
     generator = torch.Generator().manual_seed(3)
     start = torch.randn(4, 6, 8, generator=generator)
     first = torch.randn(4, 6, 8, generator=generator)
@@ -484,7 +485,7 @@ def test_idle_experts_keep_moving_by_default_and_stand_still_with_the_guard():
             weight_decay=0.0,
             row_splits=(3, 3),
             idle_threshold=threshold,
-            chunk_bytes=900,
+            chunk_bytes=chunk_bytes,
         )
         p.grad = first * torch.tensor([1, 1e-3, 1, 1]).view(4, 1, 1)
         optimizer.step()
