@@ -79,9 +79,12 @@ class Dsv4Trainer(Trainer):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log the vision tower's rate beside the first group's, which is a text group."""
         if "learning_rate" in logs and self.optimizer is not None:
+            first = self.optimizer.param_groups[0]
             for group in self.optimizer.param_groups:
-                if group.get("role", "text") != "text":
-                    logs.setdefault(f"learning_rate_{group['role']}", float(group["lr"]))
+                if group.get("role", "text") != "text" and first.get("initial_lr"):
+                    # The logged rate is the step's own; the groups already hold the next one. Their ratio is fixed.
+                    rate = logs["learning_rate"] * group["initial_lr"] / first["initial_lr"]
+                    logs.setdefault(f"learning_rate_{group['role']}", rate)
         super().log(logs, *args, **kwargs)
 
 
