@@ -46,6 +46,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "momentum_dtype": "auto",
         "rows": "all",
         "chunk_bytes": 2**30,
+        "keep_bytes": 2**32,
+        "compile": False,
     },
     "adamw": {**_COMMON, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-20},
 }
@@ -111,6 +113,7 @@ def _check(group: dict[str, Any]) -> None:
     require("rows", "'all' or 'touched'", lambda v: v in ("all", "touched"))
     require("idle_threshold", "None or >= 0", lambda v: v is None or v >= 0)
     require("chunk_bytes", "positive", lambda v: v > 0)
+    require("keep_bytes", ">= 0", lambda v: v >= 0)
     if "ns_coefficients" in group:
         group["ns_coefficients"] = tuple(tuple(float(x) for x in triple) for triple in group["ns_coefficients"])
 

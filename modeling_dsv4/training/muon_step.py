@@ -159,14 +159,18 @@ class MuonStep:
         """Fill chunks with matrices of one shape, from as many parameters as fit."""
         capacity = max(1, self.group["chunk_bytes"] // workspace_bytes(rows, cols, ns_dtype, working))
         for parts in _pack(stacks, capacity):
-            count = sum(part.weight.shape[0] for part in parts)
-            update = torch.empty(count, rows, cols, dtype=working, device=parts[0].weight.device)
+            # Nothing here may hold on to the update while the result is written: that would be a third of the memory.
+            result = self._orthogonalise(self._read_all(parts, rows, cols, working), dtype=ns_dtype)
             sizes = [part.weight.shape[0] for part in parts]
-            for part, out in zip(parts, update.split(sizes), strict=True):
-                self._read(part, working, out)
-            result = self._orthogonalise(update, dtype=ns_dtype)
             for part, direction in zip(parts, result.split(sizes), strict=True):
                 self._write(part, shape_factor(rows, cols), direction)
+
+    def _read_all(self, parts: list[_Stack], rows: int, cols: int, working: torch.dtype) -> torch.Tensor:
+        sizes = [part.weight.shape[0] for part in parts]
+        update = torch.empty(sum(sizes), rows, cols, dtype=working, device=parts[0].weight.device)
+        for part, out in zip(parts, update.split(sizes), strict=True):
+            self._read(part, working, out)
+        return update
 
     def _run_gathered(self, stack: _Stack, splits: tuple[int, ...], layout: ShardLayout, keys: tuple) -> None:
         """Irregular placements (two mesh dimensions cut one matrix): every rank gathers it and does all the work."""

@@ -32,14 +32,18 @@ class Dsv4Optimizer(torch.optim.Optimizer):
             Usually `build_param_groups(model)`. Group options beside `lr`, by algorithm:
             muon — `momentum, nesterov, rms, ns_coefficients, ns_dtype ("auto" | "bfloat16" | "float32" | "float64"),
             row_splits (rows of each block, or None), eps, idle_threshold, chunk_bytes, compile`;
-            sinkhorn — `momentum, nesterov, rms, sinkhorn_iters, mask_threshold, eps, rows, chunk_bytes`;
+            sinkhorn — `momentum, nesterov, rms, sinkhorn_iters, mask_threshold, eps, rows, chunk_bytes, keep_bytes,
+            compile`;
             adamw — `betas, eps`; all — `weight_decay, master`; muon and sinkhorn — `momentum_dtype`.
         lr (`float`, *optional*, defaults to 1e-3):
             For groups without `lr`; multiplied by the group's `lr_scale` if it has one.
         algorithm (`"muon" | "sinkhorn" | "adamw"`, *optional*):
             For groups that name none.
         options:
-            Any group option, as the default of all groups whose algorithm has it. Of these, off by default:
+            Any group option, as the default of all groups whose algorithm has it. `chunk_bytes` (1 GiB) bounds the
+            working memory of Muon's chunks and of Sinkhorn's row blocks; Sinkhorn also keeps the squared update between
+            its passes where that takes at most `keep_bytes` (4 GiB), and forms it anew in each pass where not.
+            `compile` runs the inner functions under torch.compile. Of the others, off by default:
             `master="auto"` keeps a float32 copy of bfloat16 / float16 weights in the state (pure-bfloat16 weights hardly
             move at fine-tuning rates: 2 % of the elements change in a step at lr 1e-5); `master="stochastic"` rounds
             bfloat16 weights stochastically instead (no memory). `rows="touched"` (sinkhorn; departs from the paper)

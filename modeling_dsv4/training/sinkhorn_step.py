@@ -11,8 +11,34 @@ import torch
 from .group_options import working_dtype
 from .muon_step import Entry, advance_momentum, nesterov_update
 from .sharding import ShardLayout, local_gradient, local_part, summed
-from .sinkhorn_update import apply_scales, balance_scales
+from .sinkhorn_update import apply_scales, balance_scales, scaled_square
 from .weight_write import rounding_noise, write_update
+
+
+def nesterov_square(grad: torch.Tensor, momentum: torch.Tensor, beta: float, nesterov: bool, working: torch.dtype):
+    """Return `scaled_square` of the Nesterov update `[rows, n]`, in `working` precision."""
+    out = torch.empty(grad.shape, dtype=working, device=grad.device)
+    return scaled_square(nesterov_update(grad, momentum, beta, nesterov, out))
+
+
+def balanced_direction(
+    grad: torch.Tensor,
+    momentum: torch.Tensor,
+    r: torch.Tensor,
+    c: torch.Tensor,
+    beta: float,
+    nesterov: bool,
+    width: int,
+) -> torch.Tensor:
+    """Return `sqrt(width) r_i U_ij c_j` for the Nesterov update U `[rows, n]`, in the dtype of `r`."""
+    out = torch.empty(grad.shape, dtype=r.dtype, device=grad.device)
+    return apply_scales(nesterov_update(grad, momentum, beta, nesterov, out), r, c, width)
+
+
+@functools.lru_cache(maxsize=1)
+def compiled_passes():
+    """Return both functions under torch.compile (each becomes one fused pass), made at first use."""
+    return torch.compile(nesterov_square), torch.compile(balanced_direction)
 
 
 class SinkhornStep:
@@ -28,6 +54,8 @@ class SinkhornStep:
     def __init__(self, group: dict[str, Any]):
         self.group = group
         self.lr = float(group["lr"])
+        self.square, self.direct = compiled_passes() if group["compile"] else (nesterov_square, balanced_direction)
+        self.rule = (group["momentum"], group["nesterov"])
 
     def run(self, entries: Iterable[Entry]) -> None:
         """Update every (name, parameter, state); the same entries in the same order on all ranks."""
@@ -45,13 +73,13 @@ class SinkhornStep:
         cuts = self._row_blocks(*grad.shape, working)
         for cut in cuts:
             advance_momentum(grad[cut], momentum[cut], self.group["momentum"], working)
-        blocks = [functools.partial(self._update, grad[cut], momentum[cut], working) for cut in cuts]
+        blocks = [functools.partial(self.square, grad[cut], momentum[cut], *self.rule, working) for cut in cuts]
         r, c = self._scales(blocks, grad, layout, layout.shape[0], working)
         weight, master = local_part(parameter), state.get("master")
         master = None if master is None else local_part(master)
         noise = rounding_noise(self.group, name, parameter, state)
-        for cut, block in zip(cuts, blocks, strict=True):
-            direction = apply_scales(block(), r[cut], c, layout.shape[1])
+        for cut in cuts:
+            direction = self.direct(grad[cut], momentum[cut], r[cut], c, *self.rule, layout.shape[1])
             self._write(weight[cut], direction, None if master is None else master[cut], noise)
 
     def _run_touched(self, name: str, parameter: torch.nn.Parameter, state: dict[str, Any]) -> None:
@@ -68,13 +96,13 @@ class SinkhornStep:
         momentum.index_copy_(0, rows, current.to(momentum.dtype))
         seen[rows] = step
         cuts = self._row_blocks(*grad.shape, working)
-        blocks = [functools.partial(self._update, grad[cut], current[cut], working) for cut in cuts]
+        blocks = [functools.partial(self.square, grad[cut], current[cut], *self.rule, working) for cut in cuts]
         count = summed(torch.tensor(len(rows), dtype=torch.float64, device=grad.device), layout.groups(0))
         r, c = self._scales(blocks, grad, layout, count.clamp_min(1), working)
         weight, master = local_part(parameter), state.get("master")
         noise = rounding_noise(self.group, name, parameter, state)
-        for cut, block in zip(cuts, blocks, strict=True):
-            direction = apply_scales(block(), r[cut], c, layout.shape[1])
+        for cut in cuts:
+            direction = self.direct(grad[cut], current[cut], r[cut], c, *self.rule, layout.shape[1])
             part = weight.index_select(0, rows[cut])
             copy = None if master is None else local_part(master).index_select(0, rows[cut])
             self._write(part, direction, copy, noise)
@@ -87,15 +115,12 @@ class SinkhornStep:
         step = max(1, self.group["chunk_bytes"] // (3 * cols * working.itemsize))
         return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
-    def _update(self, grad: torch.Tensor, momentum: torch.Tensor, working: torch.dtype) -> torch.Tensor:
-        out = torch.empty(grad.shape, dtype=working, device=grad.device)
-        return nesterov_update(grad, momentum, self.group["momentum"], self.group["nesterov"], out)
-
     def _scales(self, blocks: list[Callable], grad: torch.Tensor, layout: ShardLayout, total_rows, working):
         row_groups, column_groups = layout.groups(0), layout.groups(1)
         return balance_scales(
             blocks,
             grad.shape[1],
+            keep=grad.numel() * working.itemsize <= self.group["keep_bytes"],
             total_rows=total_rows,
             iterations=self.group["sinkhorn_iters"],
             mask_threshold=self.group["mask_threshold"],

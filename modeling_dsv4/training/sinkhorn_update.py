@@ -6,6 +6,7 @@ The update is never written out: after K alternating normalisations it is `r_i G
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -31,6 +32,7 @@ def balance_scales(
     blocks: Sequence[Callable[[], torch.Tensor]],
     columns: int,
     *,
+    keep: bool = True,
     total_rows: int | torch.Tensor | None = None,
     iterations: int = ITERATIONS,
     mask_threshold: float = MASK_THRESHOLD,
@@ -48,10 +50,12 @@ def balance_scales(
 
     Args:
         blocks (sequence of callables returning `[rows, n]`, `dtype`):
-            The Nesterov update in consecutive row blocks, in memory that may be overwritten. A single block is kept squared between passes; several are
-            asked for again in each of the 2 + iterations // 2 passes, so that no more than one is in memory.
+            The squared update (`scaled_square`) in consecutive row blocks.
         columns (`int`):
             n of this shard.
+        keep (`bool`, *optional*, defaults to `True`):
+            Keep the squares between the passes. Without, every block is asked for again in each of the
+            2 + iterations // 2 passes, and no more than one is in memory.
         total_rows (`int` or 0-d tensor, *optional*):
             m over all row shards; the rows of `blocks` by default.
         iterations (`int`, *optional*, defaults to 11):
@@ -75,7 +79,7 @@ def balance_scales(
     if iterations < 1 or iterations % 2 == 0:
         raise ValueError(f"iterations must be odd (Algorithm 1 ends on a row normalisation), got {iterations}")
     across_rows = sum_over_row_shards or _same
-    squares = _squared_blocks(blocks)
+    squares = [functools.partial(_same, block()) for block in blocks] if keep else list(blocks)
     energy = [block().sum(1) for block in squares]
     rows = [len(part) for part in energy]
     norms = torch.cat(energy) if energy else torch.zeros(0, dtype=dtype, device=device)
@@ -94,14 +98,9 @@ def balance_scales(
     return r * _SCALE, c
 
 
-def _squared_blocks(blocks: Sequence[Callable[[], torch.Tensor]]) -> list[Callable[[], torch.Tensor]]:
-    def squared(block: Callable[[], torch.Tensor]) -> torch.Tensor:
-        return block().mul_(_SCALE).square_()
-
-    if len(blocks) == 1:
-        kept = squared(blocks[0])
-        return [lambda: kept]
-    return [lambda block=block: squared(block) for block in blocks]
+def scaled_square(update: torch.Tensor) -> torch.Tensor:
+    """Return `(2^32 update)^2`, written over `update`: what `balance_scales` adds up."""
+    return update.mul_(_SCALE).square_()
 
 
 def _column_energy(squares, rows: list[int], r: torch.Tensor, columns: int) -> torch.Tensor:
@@ -167,7 +166,7 @@ def sinkhorn_balance(
         raise ValueError(f"sinkhorn_balance: `update` must have two dimensions [ids, hidden], got {update.shape}")
     full = update.to(torch.promote_types(update.dtype, torch.float32))
     r, c = balance_scales(
-        [full.clone],
+        [lambda: scaled_square(full.clone())],
         full.shape[1],
         iterations=iterations,
         mask_threshold=mask_threshold,

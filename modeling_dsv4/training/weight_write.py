@@ -34,12 +34,16 @@ def write_update(
         noise (`torch.Generator`, *optional*):
             Round bfloat16 weights stochastically with it (unbiased: small updates are not lost on average).
     """
+    if master is None and noise is None and not decay:
+        # One pass: mixed dtypes are added in the wider one and rounded once.
+        weight.add_(update, alpha=-scale)
+        return
     target = weight if master is None else master
     working = torch.promote_types(target.dtype, torch.float32)
     full = target if target.dtype == working else target.to(working)
     if decay:
         full.mul_(1 - decay)
-    full.add_(update.to(full.dtype), alpha=-scale)
+    full.add_(update, alpha=-scale)
     if full is weight:
         return
     weight.copy_(round_stochastically(full, noise) if noise is not None else full)

@@ -75,14 +75,15 @@ def test_stored_muon_cases(case, chunk_bytes):
     assert half <= bounds["bf16_newton_schulz"]
 
 
-@pytest.mark.parametrize("chunk_bytes", [2**30, 400])
+@pytest.mark.parametrize(("chunk_bytes", "keep_bytes"), [(2**30, 2**32), (400, 2**32), (400, 0)])
 @pytest.mark.parametrize("case", cases("sinkhorn"), ids=lambda c: c["id"])
-def test_stored_sinkhorn_cases(case, chunk_bytes):
+def test_stored_sinkhorn_cases(case, chunk_bytes, keep_bytes):
     bounds = TOLERANCES["sinkhorn_weight_change"]
-    optimizer, parameter, error = run_case(case, sinkhorn_for, torch.float64, chunk_bytes=chunk_bytes)
+    bytes_ = {"chunk_bytes": chunk_bytes, "keep_bytes": keep_bytes}
+    optimizer, parameter, error = run_case(case, sinkhorn_for, torch.float64, **bytes_)
     assert error <= bounds["float64"]
     assert relative_error(optimizer.state[parameter]["momentum_buffer"], tensor(case, "m")) <= 1e-12
-    assert run_case(case, sinkhorn_for, torch.float32, chunk_bytes=chunk_bytes)[2] <= bounds["float32"]
+    assert run_case(case, sinkhorn_for, torch.float32, **bytes_)[2] <= bounds["float32"]
 
 
 @pytest.mark.parametrize("case", cases("sinkhorn"), ids=lambda c: c["id"])

@@ -1,11 +1,13 @@
 """The Sinkhorn-balanced update against Algorithm 1 written out line by line."""
 
+import functools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modeling_dsv4.training.sinkhorn_update import balance_scales, sinkhorn_balance
+from modeling_dsv4.training.sinkhorn_update import balance_scales, scaled_square, sinkhorn_balance
 
 from .goldens import relative_error
 
@@ -57,13 +59,25 @@ def test_equals_algorithm_1(rows, cols, seed, iterations, tau):
 
 @pytest.mark.parametrize("block", [1, 3, 7])
 @pytest.mark.parametrize("iterations", [1, 3, 11])
-def test_row_blocks_change_nothing(block, iterations):
+def test_row_blocks_change_nothing_kept_or_not(block, iterations):
     update = random_update(17, 6, 5)
-    whole = balance_scales([update.clone], 6, iterations=iterations, dtype=torch.float64)
-    parts = [update[i : i + block].clone for i in range(0, 17, block)]
-    blocked = balance_scales(parts, 6, iterations=iterations, dtype=torch.float64)
-    for a, b in zip(whole, blocked, strict=True):
-        assert relative_error(a, b) < 1e-12
+
+    def scales(size, keep):
+        asked = []
+
+        def ask(i):
+            asked.append(i)
+            return scaled_square(update[i : i + size].clone())
+
+        blocks = [functools.partial(ask, i) for i in range(0, 17, size)]
+        result = balance_scales(blocks, 6, iterations=iterations, dtype=torch.float64, keep=keep)
+        return *result, len(asked) / len(blocks)
+
+    whole = scales(17, True)
+    for keep in (True, False):
+        r, c, times = scales(block, keep)
+        assert relative_error(r, whole[0]) < 1e-12 and relative_error(c, whole[1]) < 1e-12
+        assert times == (1 if keep or iterations == 1 else 2 + iterations // 2)
 
 
 def test_kept_rows_have_rms_one_and_columns_are_balanced():
@@ -102,7 +116,7 @@ def test_sums_over_row_shards_are_one_scalar_and_five_rows():
         calls.append(tuple(tensor.shape))
         return tensor
 
-    balance_scales([update.clone], 5, dtype=torch.float64, sum_over_row_shards=record)
+    balance_scales([lambda: scaled_square(update.clone())], 5, dtype=torch.float64, sum_over_row_shards=record)
     assert calls == [()] + [(5,)] * 5
 
 
