@@ -1,4 +1,4 @@
-"""Run a function on several gloo ranks in fresh processes and hand back what each returned."""
+"""Run a function on several ranks in fresh processes and hand back what each returned."""
 
 import multiprocessing
 import os
@@ -17,7 +17,7 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _main(rank, world_size, port, function, args, folder):
+def _main(rank, world_size, port, backend, function, args, folder):
     torch.set_num_threads(1)
     os.environ |= {
         "RANK": str(rank),
@@ -27,18 +27,20 @@ def _main(rank, world_size, port, function, args, folder):
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, rank=rank, world_size=world_size)
     try:
         torch.save(function(*args), Path(folder) / f"{rank}.pt")
     finally:
         dist.destroy_process_group()
 
 
-def on_ranks(world_size: int, function, *args) -> list:
+def on_ranks(world_size: int, function, *args, backend: str = "gloo") -> list:
     """Return [function(*args) on rank 0, 1, ...]; `function` must be importable, its result of tensors and plain values."""
     # One server process imports torch and the package once; the ranks are forks of it, made before it has any thread.
     multiprocessing.set_forkserver_preload(["torch.distributed.tensor", "modeling_dsv4.training", function.__module__])
     with tempfile.TemporaryDirectory() as folder:
-        job = (world_size, _free_port(), function, args, folder)
+        job = (world_size, _free_port(), backend, function, args, folder)
         mp.start_processes(_main, job, nprocs=world_size, join=True, start_method="forkserver")
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world_size)]

@@ -581,3 +581,69 @@ def test_named_parameters_and_defaults_by_algorithm():
     assert (first["weight_decay"], first["rms"], len(first["ns_coefficients"])) == (0.1, 0.18, 10)
     assert (second["betas"], second["eps"], second["lr"]) == ((0.9, 0.95), 1e-20, 0.5)
     assert "betas" not in first and "rms" not in second
+
+
+# -- memory and compilation -------------------------------------------------------------------------------------------
+
+
+def peak_bytes(function):
+    """Largest sum of live CPU allocations that `function` makes, by the profiler's memory events."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        function()
+    events = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ns_dtype", ["float32", "bfloat16"])
+def test_a_step_on_an_expert_bank_needs_no_more_than_its_chunk(dtype, ns_dtype):
+    p = torch.nn.Parameter(torch.randn(24, 64, 96).to(dtype))
+    chunk = 2**18
+    optimizer = Dsv4Optimizer([p], algorithm="muon", row_splits=(32, 32), ns_dtype=ns_dtype, chunk_bytes=chunk)
+    p.grad = torch.randn(24, 64, 96).to(dtype)
+    optimizer.step()
+    extra = peak_bytes(optimizer.step)
+    assert 0.3 * chunk < extra <= 1.5 * chunk
+    # Without the bound the same step needs several times as much.
+    optimizer.param_groups[0]["chunk_bytes"] = 2**30
+    assert peak_bytes(optimizer.step) > 3 * chunk
+
+
+def test_a_step_on_a_table_needs_its_row_block_and_a_few_row_vectors():
+    p = torch.nn.Parameter(torch.randn(4096, 64))
+    chunk = 2**18
+    optimizer = Dsv4Optimizer([p], algorithm="sinkhorn", chunk_bytes=chunk, keep_bytes=0)
+    p.grad = torch.randn(4096, 64)
+    optimizer.step()
+    assert peak_bytes(optimizer.step) <= chunk + 6 * 4096 * 4
+    optimizer.param_groups[0]["keep_bytes"] = 2**32
+    assert peak_bytes(optimizer.step) > 4096 * 64 * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("algorithm", "shape", "options"),
+    [
+        ("muon", (48, 64), {"row_splits": (16,) * 3}),
+        ("muon", (3, 20, 64), {}),
+        ("sinkhorn", (100, 32), {}),
+        ("sinkhorn", (100, 32), {"chunk_bytes": 4000, "keep_bytes": 0}),
+    ],
+)
+def test_compiled_steps_equal_eager_ones(algorithm, shape, options):
+    results = []
+    for compiled in (False, True):
+        generator = torch.Generator().manual_seed(0)
+        p = torch.nn.Parameter(torch.randn(shape, generator=generator))
+        optimizer = Dsv4Optimizer([p], lr=0.01, algorithm=algorithm, compile=compiled, **options)
+        for _ in range(3):
+            p.grad = torch.randn(shape, generator=generator)
+            optimizer.step()
+        results.append(p.detach())
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)

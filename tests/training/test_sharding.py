@@ -229,11 +229,11 @@ def test_touched_rows_across_ranks():
 # -- FSDP2 ------------------------------------------------------------------------------------------------------------
 
 
-def sharded_tiny(created_first):
+def sharded_tiny(created_first, device="cpu"):
     """A tiny V4.1 model under `fully_shard`; the optimizer is made before (accelerate) or after."""
     config, tensors = tiny_v41()
-    model = build_tree(tensors, config)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = build_tree(tensors, config).to(device)
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
     optimizer = make(model) if created_first else None
     before = {p.data_ptr(): name for name, p in model.named_parameters()}
     fully_shard(model.model.language_model.layers, mesh=mesh)
@@ -247,7 +247,7 @@ def sharded_tiny(created_first):
 
 
 def make(model):
-    return Dsv4Optimizer(build_param_groups(model, report=False, rules={r"\.hc_never|_hc\.fn$": {}}), lr=0.01)
+    return Dsv4Optimizer(build_param_groups(model, report=False, muon={"ns_dtype": "float32"}), lr=0.01)
 
 
 def shard_gradients(model, step):
@@ -256,14 +256,14 @@ def shard_gradients(model, step):
     set_gradients(plain, step)
     grads = {name: p.grad for name, p in plain.named_parameters()}
     for name, p in model.named_parameters():
-        p.grad = distribute_tensor(grads[name].to(p.dtype), p.device_mesh, p.placements)
+        p.grad = distribute_tensor(grads[name].to(p.device), p.device_mesh, p.placements)
 
 
-def run_fsdp2(created_first, folder):
+def run_fsdp2(created_first, folder, device="cpu"):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-    model, optimizer = sharded_tiny(created_first)
+    model, optimizer = sharded_tiny(created_first, device)
     for step in range(5):
         shard_gradients(model, step)
         optimizer.step()
@@ -275,7 +275,7 @@ def run_fsdp2(created_first, folder):
         optimizer.step()
     straight = {name: p.detach().full_tensor().clone() for name, p in model.named_parameters()}
 
-    resumed, other = sharded_tiny(created_first)
+    resumed, other = sharded_tiny(created_first, device)
     saved = {"model": resumed.state_dict(), "optimizer": get_optimizer_state_dict(resumed, other)}
     dcp.load(saved, checkpoint_id=folder)
     resumed.load_state_dict(saved["model"])
@@ -284,18 +284,34 @@ def run_fsdp2(created_first, folder):
         shard_gradients(resumed, step)
         other.step()
     again = {name: p.detach().full_tensor() for name, p in resumed.named_parameters()}
-    return straight, all(torch.equal(straight[name], again[name]) for name in straight)
+    equal = all(torch.equal(straight[name], again[name]) for name in straight)
+    return {name: p.cpu() for name, p in straight.items()}, equal
 
 
-@pytest.mark.parametrize("created_first", [True, False])
-def test_fsdp2_equals_one_process_and_resumes_bitwise(created_first, tmp_path):
+def ten_steps_alone():
     config, tensors = tiny_v41()
     model = build_tree(tensors, config)
     optimizer = make(model)
     for step in range(10):
         set_gradients(model, step)
         optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("created_first", [True, False])
+def test_fsdp2_equals_one_process_and_resumes_bitwise(created_first, tmp_path):
+    model = ten_steps_alone()
     for straight, resumed_equal in on_ranks(2, run_fsdp2, created_first, str(tmp_path)):
+        assert resumed_equal
+        for name, p in model.named_parameters():
+            assert (straight[name] - p.detach()).abs().max() < 1e-5, name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_fsdp2_on_two_gpus_equals_one_process_and_resumes_bitwise(tmp_path):
+    model = ten_steps_alone()
+    for straight, resumed_equal in on_ranks(2, run_fsdp2, True, str(tmp_path), "cuda", backend="nccl"):
         assert resumed_equal
         for name, p in model.named_parameters():
             assert (straight[name] - p.detach()).abs().max() < 1e-5, name
