@@ -8,9 +8,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainingArguments
 
-from modeling_dsv4.training import Dsv4Optimizer, Dsv4OptimizerFactory, Dsv4Trainer
+from modeling_dsv4.training import (
+    Dsv4Optimizer,
+    Dsv4OptimizerFactory,
+    Dsv4Trainer,
+    RouterBiasCallback,
+    VisionScheduleCallback,
+)
 from modeling_dsv4.training.trainer import parse_optim_args, refuse_flattening_backends, settings_from_arguments
 
 from .ranks import on_ranks
@@ -241,6 +248,79 @@ def test_fsdp2_training_equals_one_process():
     for result in on_ranks(2, run_fsdp2_training):
         for name, p in model.named_parameters():
             assert (result[name] - p.detach()).abs().max() < 1e-5, name
+
+
+def pretend_accelerator_fsdp2():
+    """Accelerate starts FSDP for accelerators only: tell its shared state that this CPU process is one of FSDP2."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Layer"],
+        cpu_ram_efficient_loading=False,
+        reshard_after_forward=True,
+        state_dict_type="SHARDED_STATE_DICT",
+    )
+    for state in (AcceleratorState._shared_state, PartialState._shared_state):
+        state["distributed_type"] = DistributedType.FSDP
+    AcceleratorState._shared_state["fsdp_plugin"] = plugin
+
+
+def run_accelerate_fsdp2():
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    pretend_accelerator_fsdp2()
+    model = ToyModel()
+    model, optimizer = accelerator.prepare(model, Dsv4OptimizerFactory()(model, lr=5e-3, report=False))
+    rank = dist.get_rank()
+    full_batch_steps(model, optimizer, slice(2 * rank, 2 * rank + 2))
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    return {name: p.detach().full_tensor() for name, p in model.named_parameters()}
+
+
+def test_the_optimizer_made_before_accelerate_shards_equals_one_process():
+    model = ToyModel()
+    full_batch_steps(model, Dsv4OptimizerFactory()(model, lr=5e-3, report=False))
+    for result in on_ranks(2, run_accelerate_fsdp2):
+        for name, p in model.named_parameters():
+            assert (result[name] - p.detach()).abs().max() < 1e-5, name
+
+
+def run_trainer_fsdp2(folder):
+    def make(**changes):
+        from accelerate.state import AcceleratorState, PartialState
+
+        PartialState._shared_state.clear()
+        AcceleratorState._shared_state.clear()
+        args = arguments(folder, per_device_train_batch_size=2, **changes)
+        callbacks = [RouterBiasCallback(), VisionScheduleCallback(4)]
+        trainer = Dsv4Trainer(ToyModel(), args, train_dataset=ToyData(), callbacks=callbacks)
+        pretend_accelerator_fsdp2()
+        trainer.is_fsdp_enabled = True
+        return trainer
+
+    def whole(model):
+        values = dict(model.named_parameters()) | dict(model.named_buffers())
+        return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for n, t in values.items()}
+
+    straight = make(save_strategy="steps", save_steps=3)
+    straight.train()
+    assert all(isinstance(p, DTensor) for p in straight.model.parameters())
+    resumed = make()
+    resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
+    return whole(straight.model), whole(resumed.model)
+
+
+def test_trainer_under_fsdp2_resumes_bitwise_from_the_frozen_vision_phase(tmp_path):
+    results = on_ranks(2, run_trainer_fsdp2, str(tmp_path))
+    for straight, resumed in results:
+        assert_equal(straight, resumed)
+    assert_equal(results[0][0], results[1][0])
+    assert any(b.any() for name, b in results[0][0].items() if "e_score_correction_bias" in name)
 
 
 def test_trl_takes_the_factory(tmp_path):
