@@ -133,6 +133,13 @@ def equal_runs(row_splits: Sequence[int]) -> Iterator[tuple[int, int]]:
             start = stop
 
 
+def describe_splits(row_splits: Sequence[int] | None) -> str:
+    """Return `64 x 512` for 64 blocks of 512 rows, `32 x 64 + 1024` for uneven ones, `whole` for none."""
+    if not row_splits:
+        return "whole"
+    return " + ".join(f"{count} x {rows}" if count > 1 else f"{rows}" for rows, count in equal_runs(row_splits))
+
+
 def newton_schulz_flops(rows: int, cols: int, steps: int = len(HYBRID_COEFFICIENTS)) -> int:
     """Return the floating-point operations of one matrix: steps * (4 r^2 c + 2 r^3) with r the shorter side."""
     short, long = min(rows, cols), max(rows, cols)

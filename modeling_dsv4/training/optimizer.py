@@ -10,7 +10,7 @@ import torch
 from .adamw_step import AdamWStep
 from .group_options import ALL_OPTIONS, OPTIONS, complete_group, momentum_dtype, working_dtype
 from .muon_step import MuonStep
-from .newton_schulz import full_float32_products
+from .newton_schulz import describe_splits, full_float32_products
 from .sharding import ShardLayout, is_dtensor, local_part, parameters_with_gradient
 from .sinkhorn_step import SinkhornStep
 
@@ -79,6 +79,15 @@ class Dsv4Optimizer(torch.optim.Optimizer):
         super().add_param_group(group)
         for key in set(self.defaults) - {"lr", "algorithm"} - set(OPTIONS[group["algorithm"]]):
             self.param_groups[-1].pop(key, None)
+
+    def __repr__(self) -> str:
+        """Name every group in one line: torch's own form would print every parameter name."""
+        lines = [
+            f"  {g['algorithm']}: {len(g['params'])} parameters, lr {float(g['lr']):g}, weight_decay {g['weight_decay']:g}, "
+            f"blocks {describe_splits(g.get('row_splits'))}"
+            for g in self.param_groups
+        ]
+        return "\n".join([f"{type(self).__name__} (", *lines, ")"])
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None):

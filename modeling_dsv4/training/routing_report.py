@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .group_options import OPTIONS, momentum_dtype, working_dtype
-from .newton_schulz import equal_runs, newton_schulz_flops
+from .newton_schulz import describe_splits, equal_runs, newton_schulz_flops
 
 
 @dataclass
@@ -113,13 +113,6 @@ def _align(cell: str, width: int, column: int) -> str:
 def _matrix_on_adamw(route) -> bool:
     shape = route.parameter.shape
     return route.algorithm == "adamw" and len(shape) >= 2
-
-
-def describe_splits(row_splits: Sequence[int] | None) -> str:
-    """Return `64 x 512` for 64 blocks of 512 rows, `32 x 64 + 1024` for uneven ones, `whole` for none."""
-    if not row_splits:
-        return "whole"
-    return " + ".join(f"{count} x {rows}" if count > 1 else f"{rows}" for rows, count in equal_runs(row_splits))
 
 
 def state_bytes(group: Mapping[str, Any], parameter) -> int:

@@ -107,8 +107,12 @@ def parameters_with_gradient(param_groups: list[dict]) -> set[torch.Tensor]:
 
 
 def local_gradient(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the local part of the gradient, dense; zeros where another rank alone has one."""
-    if parameter.grad is None:
+    """Return the local part of the gradient, dense and cut like the parameter; zeros where another rank alone has one."""
+    grad = parameter.grad
+    if grad is None:
         return torch.zeros_like(local_part(parameter))
-    grad = local_part(parameter.grad)
+    if is_dtensor(grad) and is_dtensor(parameter) and grad.placements != parameter.placements:
+        # Tensor-parallel styles may leave a gradient unreduced or laid out otherwise.
+        grad = grad.redistribute(placements=parameter.placements)
+    grad = local_part(grad)
     return grad.coalesce().to_dense() if grad.is_sparse else grad

@@ -144,9 +144,8 @@ class SinkhornStep:
 
 def _touched_rows(parameter: torch.nn.Parameter) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the local rows that have a gradient, `[k] int64`, and their gradients `[k, n]`."""
-    grad = None if parameter.grad is None else local_part(parameter.grad)
-    if grad is not None and grad.is_sparse:
-        grad = grad.coalesce()
+    if parameter.grad is not None and parameter.grad.is_sparse:
+        grad = parameter.grad.coalesce()
         rows, values = grad.indices()[0], grad.values()
         touched = (values != 0).any(1)
         return rows[touched], values[touched]

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import torch
 
+from modeling_dsv4.training import Dsv4Optimizer, build_param_groups
+
 DATA = Path(__file__).with_name("data")
 BUFFERS = ("e_score_correction_bias", "e_score_correction_bias_vl", "tid2eid")
 
@@ -222,3 +224,14 @@ def set_gradients(model: torch.nn.Module, step: int, *, skip=()) -> None:
             continue
         generator = torch.Generator().manual_seed(step * 7919 + sum(name.encode()) * 31 + len(name))
         parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
+def tiny_optimizer(dtype=torch.float32, **options) -> tuple[torch.nn.Module, Dsv4Optimizer]:
+    """Return a tiny V4.1 stand-in and its routed optimizer."""
+    config, tensors = tiny_v41()
+    model = build_tree({name: (shape, dtype) for name, (shape, _) in tensors.items()}, config)
+    return model, Dsv4Optimizer(build_param_groups(model, report=False), lr=1e-3, **options)
+
+
+def snapshot(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
