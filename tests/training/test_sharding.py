@@ -460,6 +460,37 @@ def test_low_precision_across_ranks(options):
         assert relative_error(result[True] - start, result[False] - start) < 0.1
 
 
+def run_fsdp2_over_tensor_parallel():
+    """`fully_shard` over column- and row-parallel layers: two mesh dimensions cut one matrix, one of them strided."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 24, bias=False), torch.nn.Linear(24, 12, bias=False)).double()
+    alone = [torch.nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    optimizers = [
+        Dsv4Optimizer([{"params": [first], "row_splits": (4,) * 6}, {"params": [second]}], lr=0.01, algorithm="muon")
+        for first, second in (list(model.parameters()), alone)
+    ]
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        for p, q in zip(model.parameters(), alone, strict=True):
+            q.grad = torch.randn(q.shape, dtype=torch.float64, generator=generator)
+            whole = DTensor.from_local(q.grad, p.device_mesh, [Replicate(), Replicate()])
+            p.grad = whole.redistribute(placements=p.placements)
+        for optimizer in optimizers:
+            optimizer.step()
+    return [(p.detach().full_tensor(), q.detach()) for p, q in zip(model.parameters(), alone, strict=True)]
+
+
+def test_fsdp2_over_tensor_parallel_equals_one_process():
+    for pairs in on_ranks(4, run_fsdp2_over_tensor_parallel):
+        for sharded, alone in pairs:
+            torch.testing.assert_close(sharded, alone, rtol=1e-10, atol=1e-12)
+
+
 def run_odd_gradients():
     """Gradients that are replicated or unreduced where the parameter is cut."""
     mesh = init_device_mesh("cpu", (2,))
