@@ -59,6 +59,9 @@ class Dsv4Trainer(Trainer):
     only if they differ from TrainingArguments' own defaults, which are not the paper's; otherwise 0.1, (0.9, 0.95), 1e-20.
     `optim_args="key=value,..."` sets scalar settings from a command line.
 
+    Gradient clipping (`max_grad_norm`, 1.0 by default) only reweights a step's gradient within the momentum: Muon and the
+    Sinkhorn-balanced update do not depend on the gradient's scale. A trained table's gradient can dominate the norm.
+
     Args:
         optimizer_settings (`dict`, *optional*):
             Arguments of `build_param_groups` and group options, before all others.

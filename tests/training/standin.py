@@ -223,13 +223,13 @@ def set_gradients(model: torch.nn.Module, step: int, *, skip=()) -> None:
             parameter.grad = None
             continue
         generator = torch.Generator().manual_seed(step * 7919 + sum(name.encode()) * 31 + len(name))
-        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter)
 
 
-def tiny_optimizer(dtype=torch.float32, **options) -> tuple[torch.nn.Module, Dsv4Optimizer]:
+def tiny_optimizer(dtype=torch.float32, device="cpu", **options) -> tuple[torch.nn.Module, Dsv4Optimizer]:
     """Return a tiny V4.1 stand-in and its routed optimizer."""
     config, tensors = tiny_v41()
-    model = build_tree({name: (shape, dtype) for name, (shape, _) in tensors.items()}, config)
+    model = build_tree({name: (shape, dtype) for name, (shape, _) in tensors.items()}, config).to(device)
     return model, Dsv4Optimizer(build_param_groups(model, report=False), lr=1e-3, **options)
 
 
