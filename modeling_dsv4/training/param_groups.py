@@ -144,11 +144,13 @@ def _refuse_stale_rules(model: torch.nn.Module, facts: ModelFacts) -> None:
 
 
 def _routes(model: torch.nn.Module, facts: ModelFacts, lora: str) -> list[Route]:
-    routes, refused = [], []
+    routes, refused, taken = [], [], set()
     for full_name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         name = canonical_name(full_name)
+        name = full_name if name in taken else name  # two saved copies of one module
+        taken.add(name)
         if parameter.dtype not in _TRAINABLE_DTYPES:
             refused.append(f"{full_name} ({parameter.dtype})")
         elif parameter.ndim > 3:
@@ -194,7 +196,7 @@ def _fallback_route(name: str, parameter: torch.nn.Parameter, role: str) -> Rout
 
 def _adapter_route(name, parameter, facts: ModelFacts, lora: str, adapter: re.Match, role: str) -> Route:
     part = adapter["part"]
-    of_experts = re.search(r"\.experts\.lora_", name) is not None
+    of_experts = re.search(r"\.experts\.(base_layer\.)?lora_", name) is not None
     wanted = {"A": lora == "muon", "B": lora in ("muon", "muon_b")}.get(part, False)
     if not wanted or of_experts or parameter.ndim != 2:
         return Route(name, parameter, "adapters", "adamw", False, None, role)

@@ -225,10 +225,13 @@ VISION = re.compile(r"(^|\.)vision_tower\.")
 
 _WRAPPERS = re.compile(
     r"(?:^|(?<=\.))(?:module\.|_orig_mod\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|base_model\.model\."
-    r"|modules_to_save\.[^.]+\.|base_layer\.)"
+    r"|modules_to_save\.[^.]+\.|base_layer\.(?!lora_))"
 )
 
 
 def canonical_name(name: str) -> str:
-    """Strip what DDP, compile, checkpointing, FSDP and PEFT put into a parameter's name."""
+    """Strip what DDP, compile, checkpointing, FSDP and PEFT put into a parameter's name.
+
+    `base_layer` stays in front of an adapter: PEFT nests one expert bank's adapter inside the other's wrapper so.
+    """
     return _WRAPPERS.sub("", name)

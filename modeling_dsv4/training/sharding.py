@@ -34,7 +34,7 @@ class ShardLayout:
         self.shape = tensor.shape
         self.mesh = tensor.device_mesh if is_dtensor(tensor) else None
         self.placements = tensor.placements if is_dtensor(tensor) else ()
-        if any(isinstance(p, Partial) for p in self.placements) if is_dtensor(tensor) else False:
+        if any(isinstance(p, Partial) for p in self.placements):
             raise ValueError(f"{name}: a parameter with Partial placements cannot be optimised: {self.placements}")
         self.shards = [
             (mesh_dim, placement.dim % len(self.shape))

@@ -308,6 +308,8 @@ def lora_model():
         top + "self_attn.q_b_proj.lora_magnitude_vector.default.weight": ((32,), f32),
         top + "mlp.experts.lora_A.default.weight": ((12, 16), f32),
         top + "mlp.experts.lora_B.default.weight": ((20, 12), f32),
+        top + "mlp.experts.base_layer.lora_A.default.weight": ((12, 10), f32),
+        top + "mlp.experts.base_layer.lora_B.default.weight": ((16, 12), f32),
         "base_model.model.model.language_model.embed_tokens.lora_embedding_A.default": ((2, 40), f32),
         "base_model.model.model.language_model.embed_tokens.lora_embedding_B.default": ((16, 2), f32),
         "base_model.model.lm_head.modules_to_save.default.weight": ((40, 16), f32),
@@ -330,8 +332,11 @@ def test_adapters(mode, a, b):
     routes = table(build_param_groups(lora_model(), report=False, lora=mode))
     assert find(routes, "q_b_proj.lora_A.default.weight")[:3] == a
     assert find(routes, "q_b_proj.lora_B.default.weight")[:3] == b
-    for name in ("experts.lora_A.default.weight", "experts.lora_B.default.weight", "lora_embedding_A.default"):
-        assert find(routes, name)[:3] == ("adamw", None, 0.0)
+    for bank in ("experts", "experts.base_layer"):
+        for part in "AB":
+            assert find(routes, f"{bank}.lora_{part}.default.weight")[:3] == ("adamw", None, 0.0)
+    assert find(routes, "lora_embedding_A.default")[:3] == ("adamw", None, 0.0)
+    assert len(routes) == sum(p.requires_grad for p in lora_model().parameters())
     assert find(routes, "lora_magnitude_vector.default.weight")[:3] == ("adamw", None, 0.0)
     assert routes["lm_head.weight"][0] == "sinkhorn"
 

@@ -145,6 +145,30 @@ def test_pure_bfloat16_weights_are_warned_about(monkeypatch):
     assert len(said) == 1
 
 
+def test_peft_adapters_train_and_the_load_is_counted_through_the_wrapper(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=2,
+        target_modules=["q_b_proj", "o_b_proj", "embed_tokens"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        modules_to_save=["lm_head"],
+    )
+    model = get_peft_model(ToyModel(), config)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    counter = RouterBiasCallback(speed=0.0)
+    trainer = train(tmp_path, model=model, max_steps=3, callbacks=[counter], optimizer_settings={"lora": "muon_b"})
+    names = [name for group in trainer.optimizer.param_groups for name in group["names"]]
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert len(names) == len(set(names)) == len(trained)
+    heads = next(g for g in trainer.optimizer.param_groups if g.get("row_splits"))
+    assert heads["names"] == [f"layers.{i}.self_attn.q_b_proj.lora_B.default.weight" for i in range(2)]
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == trained
+    # Four rows of eight, six, ... tokens: padding is read from the arguments of PEFT's own forward.
+    assert all(0 < load.sum() < 2 * 4 * 8 for load in counter.last_loads.values())
+
+
 def state_of_accelerate(monkeypatch, **values):
     from accelerate import state
 
