@@ -13,6 +13,12 @@ from .muon_step import Entry
 from .sharding import local_gradient, local_part
 from .weight_write import round_stochastically, rounding_noise
 
+# Elements of a low-precision weight that are widened at once: weight and gradient in float32 take 1 GiB.
+_CHUNK_ELEMENTS = 2**27
+
+# (weight, gradient, exp_avg, exp_avg_sq, step), all in the working dtype but the step.
+_Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
 
 class AdamWStep:
     """Applies AdamW to the parameters of one group, in float32 (float64 for float64 weights) whatever the weights are."""
@@ -21,32 +27,42 @@ class AdamWStep:
         self.group = group
 
     def run(self, entries: Iterable[Entry]) -> None:
-        """Update every (name, parameter, state). Low-precision weights are widened one at a time."""
-        wide: dict[tuple, list[tuple]] = {}
+        """Update every (name, parameter, state): wide weights in one call, low-precision ones in chunks of rows."""
+        wide: dict[torch.device, list[_Tensors]] = {}
         for name, parameter, state in entries:
             weight, grad = local_part(parameter), local_gradient(parameter)
-            working = working_dtype(parameter)
-            if weight.dtype == working:
-                key = (weight.device, weight.dtype, grad.dtype)
-                wide.setdefault(key, []).append((weight, grad.to(working), state))
+            moments = (local_part(state["exp_avg"]), local_part(state["exp_avg_sq"]))
+            if weight.dtype == working_dtype(parameter):
+                wide.setdefault(weight.device, []).append((weight, grad.to(weight.dtype), *moments, state["step"]))
                 continue
-            full = local_part(state["master"]) if "master" in state else weight.to(working)
-            self._update([(full, grad.to(working), state)])
+            master = local_part(state["master"]) if "master" in state else None
             noise = rounding_noise(self.group, name, parameter, state)
-            weight.copy_(full if noise is None else round_stochastically(full, noise))
-        for triples in wide.values():
-            self._update(triples)
+            self._update_in_chunks((weight, grad, *moments), master, state["step"], noise)
+        for tensors in wide.values():
+            self._update(tensors)
 
-    def _update(self, triples: list[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]) -> None:
-        states = [state for _, _, state in triples]
+    def _update_in_chunks(self, tensors, master: torch.Tensor | None, step: torch.Tensor, noise) -> None:
+        weight, grad, mean, square = (torch.atleast_1d(t) for t in tensors)
+        master = None if master is None else torch.atleast_1d(master)
+        rows = max(1, _CHUNK_ELEMENTS // max(1, weight[:1].numel()))
+        before = step.clone()
+        for start in range(0, max(1, len(weight)), rows):
+            cut = slice(start, start + rows)
+            full = weight[cut].to(mean.dtype) if master is None else master[cut]
+            step.copy_(before)  # every chunk takes the same step
+            self._update([(full, grad[cut].to(mean.dtype), mean[cut], square[cut], step)])
+            weight[cut].copy_(full if noise is None else round_stochastically(full, noise))
+
+    def _update(self, tensors: list[_Tensors]) -> None:
+        weights, grads, means, squares, steps = (list(column) for column in zip(*tensors, strict=True))
         beta1, beta2 = self.group["betas"]
         adamw(
-            [weight for weight, _, _ in triples],
-            [grad for _, grad, _ in triples],
-            [local_part(state["exp_avg"]) for state in states],
-            [local_part(state["exp_avg_sq"]) for state in states],
+            weights,
+            grads,
+            means,
+            squares,
             [],
-            [state["step"] for state in states],
+            steps,
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,

@@ -10,6 +10,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+PRELOAD = [
+    "accelerate",
+    "modeling_dsv4.training",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+]
+
 
 def _free_port() -> int:
     with socket.socket() as probe:
@@ -38,8 +47,8 @@ def _main(rank, world_size, port, backend, function, args, folder):
 
 def on_ranks(world_size: int, function, *args, backend: str = "gloo") -> list:
     """Return [function(*args) on rank 0, 1, ...]; `function` must be importable, its result of tensors and plain values."""
-    # One server process imports torch and the package once; the ranks are forks of it, made before it has any thread.
-    multiprocessing.set_forkserver_preload(["torch.distributed.tensor", "modeling_dsv4.training", function.__module__])
+    # One server process imports what the ranks need once; they are forks of it, made before it has any thread.
+    multiprocessing.set_forkserver_preload([*PRELOAD, function.__module__])
     with tempfile.TemporaryDirectory() as folder:
         job = (world_size, _free_port(), backend, function, args, folder)
         mp.start_processes(_main, job, nprocs=world_size, join=True, start_method="forkserver")

@@ -196,6 +196,30 @@ def test_adamw_groups_equal_torch_adamw_bitwise(weight_decay):
         assert torch.equal(p, q)
 
 
+@pytest.mark.parametrize("master", [None, "auto"])
+def test_adamw_on_bfloat16_weights_is_float32_adamw_rounded_whatever_the_chunks(monkeypatch, master):
+    start = torch.randn(10, 6, generator=torch.Generator().manual_seed(1)).bfloat16()
+    results = []
+    for chunk in (2**27, 13):
+        monkeypatch.setattr("modeling_dsv4.training.adamw_step._CHUNK_ELEMENTS", chunk)
+        ours = [torch.nn.Parameter(start.clone()), torch.nn.Parameter(start[0, 0].clone())]
+        exact = [torch.nn.Parameter(p.detach().float()) for p in ours]
+        a = Dsv4Optimizer(ours, lr=1e-2, algorithm="adamw", master=master)
+        b = torch.optim.AdamW(exact, lr=1e-2, betas=(0.9, 0.95), eps=1e-20, weight_decay=0.1)
+        for step in range(4):
+            for i, (p, q) in enumerate(zip(ours, exact, strict=True)):
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(9 * step + i)).bfloat16()
+                q.grad = p.grad.float()
+                if master is None:
+                    q.data.copy_(p.detach())
+            a.step()
+            b.step()
+            for p, q in zip(ours, exact, strict=True):
+                assert torch.equal(p, q.bfloat16())
+        results.append(ours)
+    assert all(torch.equal(p, q) for p, q in zip(*results, strict=True))
+
+
 def test_head_wise_is_the_rule_on_each_head_alone():
     generator = torch.Generator().manual_seed(6)
     start, grad = torch.randn(24, 10, generator=generator), torch.randn(24, 10, generator=generator)
