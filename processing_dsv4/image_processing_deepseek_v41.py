@@ -19,11 +19,7 @@ from .image_layout import (
 )
 from .image_sources import MAX_BYTES, MAX_IMAGES, MAX_SIDE, array_to_pil, open_image
 
-# Where a saved folder finds the classes. Every instance states it, so that saved and loaded settings are the same.
-AUTO_MAP = {
-    "AutoImageProcessor": "image_processing_deepseek_v41.Dsv41ImageProcessor",
-    "AutoProcessor": "processing_deepseek_v41.Dsv41Processor",
-}
+_MODULE = "image_processing_deepseek_v41"
 
 DETAILS = ("low", "high", "original", "auto")
 COLOR_RULES = ("api", "reference")
@@ -116,11 +112,6 @@ class Dsv41ImageProcessor(PilBackend):
     max_bytes = MAX_BYTES
     max_images = MAX_IMAGES
 
-    def __init__(self, **kwargs):
-        kwargs.pop("auto_map", None)
-        super().__init__(**kwargs)
-        self.auto_map = {"AutoImageProcessor": AUTO_MAP["AutoImageProcessor"]}
-
     @classmethod
     def get_image_processor_dict(cls, pretrained_model_name_or_path, **kwargs):
         """Read the settings; a folder in the released layout has them in the `vision_config` of its config.json."""
@@ -134,6 +125,10 @@ class Dsv41ImageProcessor(PilBackend):
         unused = ("cache_dir", "force_download", "proxies", "token", "local_files_only", "revision", "subfolder")
         rest = {key: value for key, value in kwargs.items() if key not in unused and not key.startswith("_")}
         return {key: vision[key] for key in _VISION_KEYS if vision.get(key) is not None}, rest
+
+    def to_dict(self) -> dict:
+        # Always the own entry and no other, so that saved and loaded settings are the same, alone and in a processor.
+        return {**super().to_dict(), "auto_map": {"AutoImageProcessor": f"{_MODULE}.{type(self).__name__}"}}
 
     def fetch_images(self, image_url_or_urls):
         """Open images, or lists of them, as PIL images."""

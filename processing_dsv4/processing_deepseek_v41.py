@@ -21,9 +21,11 @@ from .chat_encoding import ChatOptions, RenderedPrompt, render_conversation
 from .chat_template import build_chat_template
 from .chat_tokens import PieceEncoder, prepare_tokenizer
 from .image_layout import cell_grid, count_image_tokens
-from .image_processing_deepseek_v41 import AUTO_MAP, Dsv41ImageProcessor, Dsv41ImageProcessorKwargs
+from .image_processing_deepseek_v41 import Dsv41ImageProcessor, Dsv41ImageProcessorKwargs
 from .prompt_constants import ASSISTANT, IMAGE, PROMPT_FORMATS, REMINDER, USER
 from .response_parsing import ResponseStart, ResponseStream, parse_text, read_prompt, read_prompt_parts
+
+_MODULE = "processing_deepseek_v41"
 
 
 class Dsv41ProcessorKwargs(ProcessingKwargs, total=False):
@@ -81,8 +83,6 @@ class Dsv41Processor(ProcessorMixin):
         if image_processor is None:
             image_processor = Dsv41ImageProcessor()
         prepare_tokenizer(tokenizer, chat_format)
-        self.auto_map = {"AutoProcessor": AUTO_MAP["AutoProcessor"]}
-        image_processor.auto_map = dict(AUTO_MAP)
         self.chat_format = chat_format
         self.image_token = IMAGE
         self.image_token_id = tokenizer.get_added_vocab().get(IMAGE)
@@ -108,6 +108,10 @@ class Dsv41Processor(ProcessorMixin):
             Dsv41ImageProcessor.from_pretrained(pretrained_model_name_or_path, **dict(shared)),
             PreTrainedTokenizerFast.from_pretrained(pretrained_model_name_or_path, **dict(shared)),
         ]
+
+    def to_dict(self) -> dict:
+        # Also before saving, so that saved and loaded settings are the same.
+        return {**super().to_dict(), "auto_map": {"AutoProcessor": f"{_MODULE}.{type(self).__name__}"}}
 
     # -- text and images -----------------------------------------------------------------------------------------------
 
@@ -295,7 +299,8 @@ class Dsv41Processor(ProcessorMixin):
         )
         if not self._is_official(chat_template):
             # Only what was asked for: a template may take a variable that is None for one that is set.
-            template_options = {name: value for name, value in options._asdict().items() if value is not None}
+            defaults = ChatOptions()._asdict()
+            template_options = {name: value for name, value in options._asdict().items() if value != defaults[name]}
             return super().apply_chat_template(
                 conversation,
                 chat_template=chat_template,

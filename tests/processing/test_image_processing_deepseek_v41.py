@@ -188,5 +188,5 @@ def test_saving(tmp_path, image_processor):
     assert type(loaded) is Dsv41ImageProcessor
     assert (loaded.detail, loaded.max_images, loaded.patch_size) == ("low", None, 7)
     assert loaded.to_dict() == Dsv41ImageProcessor(detail="low", max_images=None, patch_size=7).to_dict()
-    for reference in loaded.auto_map.values():
+    for reference in loaded.to_dict()["auto_map"].values():
         assert (tmp_path / f"{reference.split('.')[0]}.py").is_file()
