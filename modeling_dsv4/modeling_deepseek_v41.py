@@ -176,13 +176,14 @@ class Dsv41Model(Dsv4PreTrainedModel):
     ) -> torch.Tensor:
         """Given or token embeddings `[B, S, H]` with the image positions overwritten."""
         embeds = self.language_model.embed_tokens(input_ids) if embeds is None else embeds
-        places = input_ids == self.config.image_token_id
+        image = self.config.image_token_id
+        places = torch.zeros_like(input_ids, dtype=torch.bool) if image is None else input_ids == image
         count = int(places.sum())
         spans = [] if encoded is None else list(encoded.pooler_output)
         given = sum(len(span) for span in spans)
         if count != given:
             raise ValueError(
-                f"input_ids has {count} image positions (id {self.config.image_token_id}) and the images have {given} "
+                f"input_ids has {count} image positions (id {image}) and the images have {given} "
                 "embeddings; accepted: as many of one as of the other."
             )
         if not count:

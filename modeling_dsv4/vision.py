@@ -170,7 +170,9 @@ class Dsv41VisionTower(nn.Module):
         """
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.freeze_vision):
             x = self.patch_embed(pixel_values.flatten(1).to(self.patch_embed.weight.dtype))
-            angles, sizes = patch_angles(image_grid_hw, self.head_dim, self.theta), image_grid_hw.prod(-1).tolist()
+            # The grid may still be on the host.
+            angles = patch_angles(image_grid_hw, self.head_dim, self.theta).to(x.device)
+            sizes = image_grid_hw.prod(-1).tolist()
             for layer in self.layers:
                 x = layer(x, angles, sizes)
         return self.norm(x)

@@ -485,8 +485,16 @@ def test_arguments_that_exclude_each_other():
         model(**inputs, mm_encoder_outputs={"image": encoded})
     with pytest.raises(ValueError):
         model.generate(**inputs, mm_encoder_outputs={"image": encoded}, **GREEDY, max_new_tokens=2)
-    with pytest.raises(ValueError, match="vision_config is None"):
-        Dsv41ForConditionalGeneration(Dsv41Config(text_config=tiny_config().text_config, vision_config=None))
+
+
+@pytest.mark.parametrize("image_token_id", [7, None])
+def test_a_model_without_vision_reads_text_and_refuses_images(image_token_id):
+    config = Dsv41Config(text_config=tiny_config().text_config, vision_config=None, image_token_id=image_token_id)
+    model, inputs = Dsv41ForConditionalGeneration(config).eval(), image_inputs(shared_tiny(), 2, (4, 5), 3)
+    ids = prompt(shared_tiny(), 6)
+    assert model.generate(ids, **GREEDY, max_new_tokens=3).shape == (1, 9) and not vision_parameters(model)
+    with pytest.raises(ValueError, match="without vision_config"):
+        model(**inputs)
 
 
 def test_encoder_outputs_given_by_hand():
