@@ -152,7 +152,8 @@ class Dsv4Indexer(nn.Module):
         queries = self.q_b_proj(q_latent).unflatten(-1, (self.heads, self.head_dim))
         queries = codec.rounded(rotate(queries, table))
         weights = self.weights_proj(x) * (self.head_dim**-0.5 * self.heads**-0.5)
-        visible = (layout.position_ids + 1) // self.ratio
+        # The position of a padded query may lie beyond the last entry.
+        visible = ((layout.position_ids + 1) // self.ratio).clamp(max=keys.count)
         all_keys = keys.read()
         step = max(1, MAX_TILE_ELEMENTS // max(1, len(x) * keys.count))
         selections, pools = [], []
