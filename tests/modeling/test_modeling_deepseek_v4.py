@@ -15,6 +15,7 @@ from tests import golden_cases as golden
 from tests.modeling import v4_models as tiny
 from tests.modeling.tiny_model import oracle_weights
 from tests.reference import v4_model
+from tests.released_folders import same_bytes, stored_tensors
 
 EXACT = 1e-10  # float64, same sums in another order
 CASES = [name for name in golden.manifest(golden.CASES_V4)["cases"] if name.startswith("text")]
@@ -242,8 +243,6 @@ def test_builds_are_saved_as_they_were_read(build, dequantize, folders, tmp_path
     with torch.no_grad():
         assert torch.equal(again.eval()(ids).logits, model(ids).logits)
     if not dequantize:
-        from tests.released_folders import same_bytes, stored_tensors
-
         before, after = stored_tensors(folders[build]), stored_tensors(tmp_path)
         assert before.keys() == after.keys()
         assert not [name for name in before if before[name].dtype.itemsize == 1 and not same_bytes(before[name], after[name])]

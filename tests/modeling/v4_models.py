@@ -6,7 +6,7 @@ from functools import cache
 import torch
 
 from modeling_dsv4 import Dsv4Config, Dsv4ForCausalLM, Dsv4QuantizationConfig
-from modeling_dsv4.fp_codecs import quantize_fp4_rows, quantize_fp8_tiles
+from modeling_dsv4.fp_codecs import quantize_fp8_tiles
 from tests.golden_cases import CHECKPOINT_V4
 from tests.released_folders import Folder
 
@@ -48,7 +48,7 @@ def with_mtp(seed=0):
     folder, generator = v4_folder(), torch.Generator().manual_seed(seed)
     tensors, last = folder.shards[SHARD], folder.config["num_hidden_layers"] - 1
     for name in [n for n in tensors if n.startswith(f"layers.{last}.")]:
-        tensors["mtp.0" + name.removeprefix(f"layers.{last}")] = tensors[name]
+        tensors["mtp.0" + name.removeprefix(f"layers.{last}")] = tensors[name].clone()
     width = folder.config["hidden_size"]
 
     def random(*shape, scale=1.0):
@@ -121,7 +121,7 @@ def outputs_of(model, ids, **options):
             handle.remove()
     record |= {"logits": out.logits, "final_hidden": out.hidden_states[-1]}
     record |= {f"topk.{layer}": chosen for layer, chosen in out.selections.items()}
-    return {name: value.numpy() for name, value in record.items()}
+    return {name: (value.float() if value.dtype == torch.bfloat16 else value).numpy() for name, value in record.items()}
 
 
 def tiny_config(**changes):
@@ -132,9 +132,3 @@ def tiny_config(**changes):
     config.pop("layer_types")
     config.pop("compress_rates")
     return Dsv4Config(**(config | changes))
-
-
-__all__ = [
-    "SHARD", "base_variant", "golden_model", "load", "outputs_of", "quantize_fp4_rows", "rounding", "some_ids", "tiny_config",
-    "v4_folder", "with_mtp",
-]  # fmt: skip
