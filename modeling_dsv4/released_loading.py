@@ -112,7 +112,7 @@ class ReleasedCheckpoint:
 
     def _absent_part(self, name: str, ours: str | None) -> str | None:
         """The optional part that `name` belongs to, if the model does not have it."""
-        if ours in self.expected:
+        if ours is not None and self._has_place(ours):
             return None
         released = name.removeprefix("model.")
         return next((part for part, pattern in OPTIONAL_PARTS.items() if pattern.search(released)), None)
