@@ -134,7 +134,7 @@ class Dsv4Cache(Cache):
         self.record_past = False
         # What a saved cache must share with the configuration that reads it.
         ratios = [layer.store.ratio if layer.store else 0 for layer in self.layers]
-        widths = [text.sliding_window, text.head_dim, text.index_head_dim, text.engram_max_ngram_size]
+        widths = [text.sliding_window, text.head_dim, text.index_head_dim, reach]
         self._schedule = [ratios, *widths]
         self._clear()
 
