@@ -132,12 +132,12 @@ def test_golden_generation_with_an_image(mode, kv_format):
 
 @pytest.mark.parametrize("mode, kv_format", [("qdq", "packed"), ("qdq", "float"), ("noqdq", "float")])
 def test_prefill_in_chunks_of_every_size(mode, kv_format):
-    """Sizes 1 to 31 cut the span (positions 3 to 12) at every place; the golden tokens follow."""
+    """The span (positions 3 to 12) is cut at every place; the golden tokens follow."""
     case = decode_case(mode)
     inputs = case_inputs(case)
     length = inputs["input_ids"].shape[1]
-    # Every size for one format; for the others some that cut the span in different ways.
-    sizes = range(1, length + 2) if kv_format == "packed" else (2, 7)
+    # Every size that cuts the span, and those around the whole prompt; for the other formats some.
+    sizes = (*range(1, 14), length - 1, length, length + 1) if kv_format == "packed" else (2, 7)
     with rounding(golden_model(), mode == "qdq") as model:
         for size in sizes:
             out = model.generate(**inputs, **GREEDY, max_new_tokens=2, kv_format=kv_format, prefill_chunk_size=size)
