@@ -36,6 +36,7 @@ class Dsv4Config(DecoderConfig):
         mtp_loss_weight (`float`, defaults to 0.3): weight of the next-next-token loss in training (V4 report 2.1).
         gate_temp, cache_rounding, output_router_logits: as in `Dsv41TextConfig`.
         layer_types, compress_rates: transformers' form of `compress_ratios`, read when that is absent.
+        mlp_layer_types: transformers' form of `num_hash_layers`, which it replaces.
     """
 
     model_type = "deepseek_v4"
@@ -109,17 +110,27 @@ class Dsv4Config(DecoderConfig):
     def __post_init__(self, **kwargs):
         # Released files spell the dtype key in the old way; it is written back as it was read.
         self._dtype_key = "torch_dtype" if "torch_dtype" in kwargs else "dtype"
-        if self.compress_ratios is None:
-            self.compress_ratios = self._ratios_from_layer_types(kwargs)
+        self._read_layer_types(kwargs)
         super().__post_init__(**kwargs)
 
-    def _ratios_from_layer_types(self, keys: dict[str, Any]) -> list[int] | None:
-        if "layer_types" not in keys:
-            return [0, 0] + [4, 128] * 20 + [4, 0] if self.num_hidden_layers == 43 else None
-        rates = LAYER_TYPE_RATES | (keys.get("compress_rates") or {})
-        unknown = sorted(set(keys["layer_types"]) - set(rates))
-        check_key(self.model_type, "layer_types", keys["layer_types"], f"entries of {sorted(rates)}", not unknown)
-        return [rates[kind] for kind in keys["layer_types"]]
+    def _read_layer_types(self, keys: dict[str, Any]) -> None:
+        """Fold transformers' form of the schedule into `compress_ratios` (unless given) and `num_hash_layers`."""
+        rates, csa = LAYER_TYPE_RATES | (keys.get("compress_rates") or {}), "compressed_sparse_attention"
+        ok = rates[csa] == CSA_RATIO and rates["heavily_compressed_attention"] != CSA_RATIO
+        check_key(self.model_type, "compress_rates", rates, f"{csa}: {CSA_RATIO}, and another rate beside it", ok)
+        kinds = keys.get("layer_types")
+        if kinds is not None:
+            unknown = sorted(set(kinds) - set(rates))
+            check_key(self.model_type, "layer_types", kinds, f"entries of {sorted(rates)}", not unknown)
+        if self.compress_ratios is None and kinds is not None:
+            self.compress_ratios = [rates[kind] for kind in kinds]
+        elif self.compress_ratios is None and self.num_hidden_layers == 43:
+            self.compress_ratios = [0, 0] + [4, 128] * 20 + [4, 0]
+        kinds = keys.get("mlp_layer_types")
+        if kinds is not None:
+            self.num_hash_layers = list(kinds).count("hash_moe")
+            first = ["hash_moe"] * self.num_hash_layers + ["moe"] * (len(kinds) - self.num_hash_layers)
+            check_key(self.model_type, "mlp_layer_types", kinds, "'hash_moe' layers, then 'moe'", list(kinds) == first)
 
     @property
     def layer_modes(self) -> list[str]:

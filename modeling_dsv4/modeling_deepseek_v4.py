@@ -43,18 +43,17 @@ class Dsv4Model(Dsv4LanguageModel):
 
         Args:
             streams (`torch.Tensor` of shape `[B, S, N, H]`): `output_streams` of the forward of `input_ids`.
-            input_ids (`torch.Tensor` of shape `[B, S]`, int64).
+            input_ids (`torch.Tensor` of shape `[B, S]`, int64): whole rows, from their first token on.
             attention_mask (*optional*): of the same call.
 
         Returns:
             `torch.Tensor` of shape `[B, S - 1, H]`: normalised states; the head gives logits of token i + 2.
         """
-        mask = None if attention_mask is None else attention_mask[..., :-1]
-        embeds = self.embed_tokens(input_ids[:, 1:])
-        layout, _ = self._layout(mask, None, None, embeds)
-        context, _ = self._context(input_ids[:, :-1], layout, None, embeds)
-        state = self.mtp[0].predict(layout.shift(streams[:, :-1]), layout.shift(embeds), context)
-        return layout.unshift(state)
+        layout, _ = self._layout(attention_mask, None, None, streams)
+        context, _ = self._context(input_ids, layout, None, streams)
+        # Next tokens are those of the row, not of the column beside; what the last one gets is dropped.
+        embeds = self.embed_tokens(layout.shift(input_ids).roll(-1, dims=1))
+        return layout.unshift(self.mtp[0].predict(layout.shift(streams), embeds, context))[:, :-1]
 
 
 class Dsv4ForCausalLM(CausalHead, Dsv4PreTrainedModel, Dsv4GenerationMixin):
@@ -95,6 +94,9 @@ class Dsv4ForCausalLM(CausalHead, Dsv4PreTrainedModel, Dsv4GenerationMixin):
             num_items_in_batch (*optional*): labels of the whole batch, when this call is a part of it; divides the loss.
         """
         with_mtp = labels is not None and self.training and self.config.has_mtp
+        shift_labels = kwargs.pop("shift_labels", None)
+        if with_mtp:
+            self._check_mtp(input_ids, cache)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -104,16 +106,28 @@ class Dsv4ForCausalLM(CausalHead, Dsv4PreTrainedModel, Dsv4GenerationMixin):
             use_cache=use_cache,
             **(kwargs | {"return_dict": True, "output_streams": with_mtp}),
         )
-        result = self._add_head(outputs, labels, logits_to_keep, num_items_in_batch)
+        result = self._add_head(outputs, labels, logits_to_keep, num_items_in_batch, shift_labels)
         if with_mtp:
             result.mtp_loss = self._mtp_loss(outputs.streams, input_ids, attention_mask, labels, num_items_in_batch)
             result.loss = result.loss + self.config.mtp_loss_weight * result.mtp_loss
         return result
 
+    @staticmethod
+    def _check_mtp(input_ids, cache) -> None:
+        """The layer reads whole rows and their token ids; it has no cache of its own."""
+        if input_ids is None:
+            raise ValueError("input_ids is None while the MTP layer is trained; accepted: the ids of inputs_embeds.")
+        if cache is not None and cache.get_seq_length():
+            raise ValueError(
+                f"cache holds {cache.get_seq_length()} tokens while the MTP layer is trained; accepted: an empty one."
+            )
+
     def _mtp_loss(self, streams, input_ids, attention_mask, labels, num_items_in_batch) -> torch.Tensor:
         """Cross entropy of token i + 2 given position i and token i + 1 (V4 report section 2.1)."""
         logits = self.lm_head(self.model.predict_after_next(streams, input_ids, attention_mask))
         options = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
+        if not bool((labels[:, 2:] != -100).any()):  # a mean over nothing is no number
+            return logits.sum() * 0
         return self.loss_function(logits=logits, labels=labels[:, 1:], vocab_size=self.vocab_size, **options)
 
 

@@ -231,6 +231,7 @@ class Dsv41ForCausalLM(CausalHead, Dsv4PreTrainedModel, Dsv4GenerationMixin):
             logits_to_keep (`int` or index tensor, *optional*, defaults to 0): last positions with logits, 0 = all.
             num_items_in_batch (*optional*): labels of the whole batch, when this call is a part of it; divides the loss.
         """
+        shift_labels = kwargs.pop("shift_labels", None)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -240,7 +241,7 @@ class Dsv41ForCausalLM(CausalHead, Dsv4PreTrainedModel, Dsv4GenerationMixin):
             use_cache=use_cache,
             **(kwargs | {"return_dict": True}),
         )
-        return self._add_head(outputs, labels, logits_to_keep, num_items_in_batch)
+        return self._add_head(outputs, labels, logits_to_keep, num_items_in_batch, shift_labels)
 
 
 class Dsv41ForConditionalGeneration(CausalHead, Dsv4PreTrainedModel, Dsv4GenerationMixin):
@@ -283,6 +284,7 @@ class Dsv41ForConditionalGeneration(CausalHead, Dsv4PreTrainedModel, Dsv4Generat
         **kwargs,
     ) -> Dsv4CausalLMOutput:
         r"""Run the model; images as in `Dsv41Model`, everything else as in `Dsv41ForCausalLM`."""
+        shift_labels = kwargs.pop("shift_labels", None)
         outputs = self.model(
             input_ids=input_ids,
             pixel_values=pixel_values,
@@ -296,7 +298,7 @@ class Dsv41ForConditionalGeneration(CausalHead, Dsv4PreTrainedModel, Dsv4Generat
             mm_encoder_outputs=mm_encoder_outputs,
             **(kwargs | {"return_dict": True}),
         )
-        return self._add_head(outputs, labels, logits_to_keep, num_items_in_batch)
+        return self._add_head(outputs, labels, logits_to_keep, num_items_in_batch, shift_labels)
 
 
 for _model_class in (Dsv41TextModel, Dsv41Model, Dsv41ForCausalLM, Dsv41ForConditionalGeneration):

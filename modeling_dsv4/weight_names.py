@@ -157,7 +157,11 @@ class WeightNames:
         self._ours = table
         self._released = {ours: released for released, ours in table.items()}
         # Fused float banks exist only in models; the released layout keeps one matrix per expert.
-        self._fused = {f"{language_prefix}layers.{{}}.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")}
+        self._fused = {
+            f"{language_prefix}{blocks}.{{}}.mlp.experts.{name}"
+            for blocks in ("layers", "mtp")
+            for name in ("gate_up_proj", "down_proj")
+        }
 
     def to_ours(self, name: str) -> str | None:
         """Return the parameter name of a released name (with or without a leading `model.`), or `None`.

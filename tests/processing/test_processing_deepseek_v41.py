@@ -301,7 +301,7 @@ def test_mask_of_the_template_agrees(processor):
 
 
 def test_mask_with_a_custom_template(processor):
-    template = "{{ messages[0].content }}{% generation %}{{ messages[1].content }}{% endgeneration %}!"
+    template = "{{ messages[0].content }}<think>{% generation %}{{ messages[1].content }}{% endgeneration %}<think>"
     messages = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "some answer"}]
     out = processor.apply_chat_template(
         [messages, messages[:1] + [{"role": "assistant", "content": "no"}]],
