@@ -16,6 +16,7 @@ from transformers.processing_utils import (
     VideosKwargs,
 )
 from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
+from transformers.utils import logging
 
 from .chat_encoding import ChatOptions, RenderedPrompt, render_conversation
 from .chat_template import build_chat_template
@@ -24,6 +25,8 @@ from .image_layout import cell_grid, count_image_tokens
 from .image_processing_deepseek_v41 import Dsv41ImageProcessor, Dsv41ImageProcessorKwargs, flatten_images
 from .prompt_constants import ASSISTANT, IMAGE, PROMPT_FORMATS, REMINDER, USER
 from .response_parsing import ResponseStart, ResponseStream, parse_text, read_prompt, read_prompt_parts
+
+logger = logging.get_logger(__name__)
 
 _MODULE = "processing_deepseek_v41"
 
@@ -339,8 +342,16 @@ class Dsv41Processor(ProcessorMixin):
         return out if return_dict else out["input_ids"]
 
     def _is_official(self, chat_template: str | None) -> bool:
-        used = self.chat_template if chat_template is None else chat_template
-        return used == build_chat_template(self.chat_format)
+        if chat_template is not None:
+            return chat_template == build_chat_template(self.chat_format)
+        if self.chat_template == build_chat_template(self.chat_format):
+            return True
+        logger.warning_once(
+            "The processor has a chat template of its own, so conversations are rendered by it and not by the official "
+            "encoder, and control tokens in messages are only text with sanitize_control_tokens=True. If this is not "
+            "meant, set processor.chat_template to that of a new Dsv41Processor."
+        )
+        return False
 
     def _encode_prompts(self, prompts: list[RenderedPrompt], kwargs: dict, with_mask: bool, return_tensors):
         beside = kwargs.pop("images", None)
