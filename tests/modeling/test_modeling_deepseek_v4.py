@@ -112,7 +112,10 @@ def test_bfloat16(name):
     model, case = _bfloat16_model(), case_of(name)
     logits = tiny.outputs_of(model, ids_of(case))["logits"].astype(np.float64)
     error = logits[:, case["logits_positions"]][..., case["logits_vocab"]] - case["logits"]
-    rms, bound = float(np.sqrt((error**2).mean())), 1.5 * golden.manifest(golden.CASES_V4)["cases"][name]["bf16_vs_fp32_rms"]
+    rms, bound = (
+        float(np.sqrt((error**2).mean())),
+        1.5 * golden.manifest(golden.CASES_V4)["cases"][name]["bf16_vs_fp32_rms"],
+    )
     print(f"{name}: rms {rms:.4f}, bound {bound:.4f}")
     assert 0 < rms <= bound
 
@@ -158,7 +161,10 @@ WIDE = {
 @cache
 def wide_model(**changes):
     """A float64 model with random weights of the sizes above; hash table and selection biases are random too."""
-    model, generator = Dsv4ForCausalLM(tiny.tiny_config(**(WIDE | changes))).to(torch.float64).eval(), torch.Generator()
+    model, generator = (
+        Dsv4ForCausalLM(tiny.tiny_config(**(WIDE | changes))).to(torch.float64).eval(),
+        torch.Generator(),
+    )
     generator.manual_seed(1)
     for name, tensor in model.state_dict().items():
         if name.endswith("tid2eid"):
@@ -219,7 +225,9 @@ def test_packed_equals_dequantised(build, quantize_activations, folders):
             np.testing.assert_allclose(tensor, weights[floats.weight_names.to_released(name)], rtol=1e-7)
     oracle = v4_model.forward(weights, config, ids[0].tolist(), linear_rounding=quantize_activations)
     # Float scales are rounded to float32 once more when they are multiplied.
-    np.testing.assert_allclose(floats(ids).logits[0].detach(), oracle["logits"], atol=EXACT if build == "released" else 1e-5)
+    np.testing.assert_allclose(
+        floats(ids).logits[0].detach(), oracle["logits"], atol=EXACT if build == "released" else 1e-5
+    )
 
 
 @pytest.fixture(scope="module")
@@ -245,7 +253,9 @@ def test_builds_are_saved_as_they_were_read(build, dequantize, folders, tmp_path
     if not dequantize:
         before, after = stored_tensors(folders[build]), stored_tensors(tmp_path)
         assert before.keys() == after.keys()
-        assert not [name for name in before if before[name].dtype.itemsize == 1 and not same_bytes(before[name], after[name])]
+        assert not [
+            name for name in before if before[name].dtype.itemsize == 1 and not same_bytes(before[name], after[name])
+        ]
 
 
 def test_the_vision_variant_loads_its_text_part(tmp_path):
