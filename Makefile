@@ -15,7 +15,7 @@ $(VENV)/.ready: constraints.txt setup.py
 	touch $@
 
 demo: $(VENV)/.ready
-	HF_HUB_OFFLINE=1 $(BIN)/python examples/demo.py $(CKPT)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m examples.demo $(CKPT)
 
 test: $(VENV)/.ready
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --quiet

@@ -1,0 +1,1 @@
+"""Command line around checkpoints (`python -m convert`, installed as `dsv4-convert`)."""

@@ -1,5 +1,7 @@
 """DeepSeek-V4.1 and V4 for Hugging Face transformers; importing registers the classes with the Auto classes."""
 
+import sys
+
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -9,7 +11,9 @@ from transformers import (
 )
 
 from .cache import Dsv4Cache
+from .configuration_deepseek_v4 import Dsv4Config
 from .configuration_deepseek_v41 import Dsv41Config, Dsv41TextConfig, Dsv41VisionConfig
+from .modeling_deepseek_v4 import Dsv4ForCausalLM, Dsv4Model
 from .modeling_deepseek_v41 import (
     Dsv41ForCausalLM,
     Dsv41ForConditionalGeneration,
@@ -23,9 +27,15 @@ AutoModel.register(Dsv41Config, Dsv41Model, exist_ok=True)
 AutoModelForCausalLM.register(Dsv41Config, Dsv41ForCausalLM, exist_ok=True)
 AutoModelForImageTextToText.register(Dsv41Config, Dsv41ForConditionalGeneration, exist_ok=True)
 AutoModelForMultimodalLM.register(Dsv41Config, Dsv41ForConditionalGeneration, exist_ok=True)
+# A folder in the released layout finds its processor by the config class, whichever package is imported first.
+if "processing_dsv4" in sys.modules:
+    sys.modules["processing_dsv4"].register()
 
 __all__ = [
     "Dsv4Cache",
+    "Dsv4Config",
+    "Dsv4ForCausalLM",
+    "Dsv4Model",
     "Dsv4QuantizationConfig",
     "Dsv41Config",
     "Dsv41ForCausalLM",

@@ -17,13 +17,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from .cache import Dsv4CacheLayer, cache_codecs
-from .cache_storage import UNROUNDED, CacheCodec, EntryStore, EntryView
-from .layers import Dsv4GroupedLinear, Dsv4Linear, Dsv4PlainLinear, Dsv4RMSNorm
+from .cache_storage import UNROUNDED, CacheCodec, EntryStore, EntryView, TokenRing
+from .layers import Dsv4GroupedLinear, Dsv4Linear, Dsv4PlainLinear, Dsv4RMSNorm, unit_rms
 from .rotary import rotary_table, rotate
 from .sequence_layout import SequenceLayout, take_rows_from
 from .sparse_attention import (
     attend_with_sinks,
     expand_blocks,
+    hadamard_rotate,
     index_scores,
     pool_groups,
     select_candidate_blocks,
@@ -51,13 +52,14 @@ class LayerContext(NamedTuple):
     r"""What every layer of one forward call shares.
 
     tables: {"main", "compress"} -> cosine and sine `[B, S, P]` of the tokens; frequencies: the same keys -> `[P]`.
-    image_mask `[B, S]` bool or `None`: positions of image spans.
+    image_mask `[B, S]` bool or `None`: positions of image spans. input_ids `[B, S]` int64 or `None`.
     """
 
     layout: SequenceLayout
     tables: dict[str, tuple[torch.Tensor, torch.Tensor]]
     frequencies: dict[str, torch.Tensor]
     image_mask: torch.Tensor | None = None
+    input_ids: torch.Tensor | None = None
 
 
 class NewEntries(NamedTuple):
@@ -70,23 +72,36 @@ class NewEntries(NamedTuple):
 
 
 class Dsv4Compressor(nn.Module):
-    """Pools each group of `ratio` tokens into one latent; ratio 1 has no gate (contract section 6.1)."""
+    r"""Pools each group of `ratio` tokens into one latent.
 
-    def __init__(self, config, ratio: int):
+    V4.1 (contract section 6.1): a group pools its own tokens; ratio 1 has no gate. V4 (contract spec_v4 items 6, 7): a
+    learned bias per place of the group joins the gates, and CSA groups overlap: an entry pools its own tokens by the
+    second half of the channels and those of the group before by the first half.
+    """
+
+    def __init__(self, config, layer_idx: int, head_dim: int):
         super().__init__()
-        self.ratio = ratio
-        self.kv_proj = Dsv4PlainLinear(config.hidden_size, config.head_dim)
-        if ratio > 1:
-            self.gate_proj = Dsv4PlainLinear(config.hidden_size, config.head_dim)
-        self.kv_norm = Dsv4RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.ratio, self.overlaps = config.ratio(layer_idx), config.overlaps(layer_idx)
+        width = head_dim * (2 if self.overlaps else 1)
+        self.kv_proj = Dsv4PlainLinear(config.hidden_size, width)
+        if self.ratio > 1:
+            self.gate_proj = Dsv4PlainLinear(config.hidden_size, width)
+        if config.has_position_bias:
+            self.position_bias = nn.Parameter(torch.empty(self.ratio, width, dtype=torch.float32))
+        else:
+            self.register_parameter("position_bias", None)
+        self.kv_norm = Dsv4RMSNorm(head_dim, config.rms_norm_eps)
 
-    def forward(self, x: torch.Tensor, layout: SequenceLayout, cache: Dsv4CacheLayer | None) -> NewEntries:
+    def forward(
+        self, x: torch.Tensor, layout: SequenceLayout, ring: TokenRing | None = None, keep_extra: int = 0
+    ) -> NewEntries:
         r"""Return the latents of the groups that the new tokens complete, neither rotated nor rounded.
 
         Args:
             x (`torch.Tensor` of shape `[B, S, H]`): input of the layer's attention.
             layout (`SequenceLayout`): of the call.
-            cache (`Dsv4CacheLayer`, *optional*): keeps the tokens of the open group between calls.
+            ring (`TokenRing`, *optional*): keeps the tokens of the open group between calls.
+            keep_extra (`int`, *optional*): see `TokenRing.append`.
         """
         first, counts = layout.past // self.ratio, layout.lengths // self.ratio
         total = int(counts.max())
@@ -94,19 +109,36 @@ class Dsv4Compressor(nn.Module):
             return NewEntries(self.kv_norm(self.kv_proj(x)), first, counts, total)
         # Keys and gates are float32 from here to the pooled latent.
         projected = torch.cat([self.kv_proj(wide(x)), self.gate_proj(wide(x))], dim=-1)
-        held = 0
-        if cache is not None:
-            held = cache.store.open_group.size
-            extra = cache.keep_extra(layout.columns)
-            projected = cache.store.open_group.append(projected, layout, keep_extra=extra)
-        width = int((counts - first).max())
-        start = first * self.ratio - layout.past + held
-        # Rows with fewer complete groups read past their end; those latents are never written.
-        projected = F.pad(projected, (0, 0, 0, self.ratio))
-        start = start.clamp(max=projected.shape[1] - width * self.ratio)
-        groups = take_rows_from(projected, start, width * self.ratio).unflatten(1, (width, self.ratio))
-        latents = pool_groups(*groups.chunk(2, dim=-1)).to(x.dtype)
+        if ring is not None:
+            projected = ring.append(projected, layout, keep_extra=keep_extra)
+        held = projected.shape[1] - layout.columns
+        groups = self._groups(projected, layout, first, int((counts - first).max()), held)
+        latents = self._pool(groups, first).to(x.dtype)
         return NewEntries(self.kv_norm(latents), first, counts, total)
+
+    def _groups(self, projected, layout, first, width, held) -> torch.Tensor:
+        """Projected tokens of each row's new groups `[B, M, R, 2 * channels]`; with overlap, of M + 1 groups."""
+        before = 1 if self.overlaps else 0
+        # A group before the first token, and groups that a shorter row does not complete, read zeros and are masked or
+        # never written.
+        projected = F.pad(projected, (0, 0, self.ratio * before, self.ratio))
+        start = (first - before) * self.ratio - layout.past + held + self.ratio * before
+        count = (width + before) * self.ratio
+        start = start.clamp(max=projected.shape[1] - count)
+        return take_rows_from(projected, start, count).unflatten(1, (width + before, self.ratio))
+
+    def _pool(self, groups: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+        values, gates = groups.chunk(2, dim=-1)
+        if self.position_bias is not None:
+            gates = gates + self.position_bias.to(gates.dtype)
+        if not self.overlaps:
+            return pool_groups(values, gates)
+        (values_before, values_own), (gates_before, gates_own) = (half.chunk(2, dim=-1) for half in (values, gates))
+        entries = first[:, None] + torch.arange(groups.shape[1] - 1, device=first.device)
+        no_group_before = (entries == 0)[..., None, None]
+        gates_before = gates_before[:, :-1].masked_fill(no_group_before, float("-inf"))
+        values = torch.cat([values_before[:, :-1], values_own[:, 1:]], dim=2)
+        return pool_groups(values, torch.cat([gates_before, gates_own[:, 1:]], dim=2))
 
 
 class Dsv4Indexer(nn.Module):
@@ -115,15 +147,37 @@ class Dsv4Indexer(nn.Module):
     def __init__(self, config, layer_idx: int):
         super().__init__()
         self.heads, self.head_dim, self.topk = config.index_n_heads, config.index_head_dim, config.index_topk
-        self.ratio = config.compress_ratios[layer_idx]
-        self.block_size, self.blocks_kept = config.candidate_block_size, config.candidate_topk_blocks
-        self.makes_candidates = layer_idx == config.candidate_source_layer_id
+        self.ratio = config.ratio(layer_idx)
+        if self.has_pool(config, layer_idx):
+            self.block_size, self.blocks_kept = config.candidate_block_size, config.candidate_topk_blocks
+        self.makes_candidates = config.makes_candidates(layer_idx)
         self.uses_candidates = config.uses_candidates(layer_idx)
+        self.rotates = config.pools_index_keys
         self.q_b_proj = Dsv4Linear(config.q_lora_rank, self.heads * self.head_dim)
         self.weights_proj = Dsv4PlainLinear(config.hidden_size, self.heads)
-        if config.layer_modes[layer_idx] == "full":
+        if config.pools_index_keys:
+            self.compressor = Dsv4Compressor(config, layer_idx, self.head_dim)
+        elif config.mode(layer_idx) == "full":
             self.k_proj = Dsv4PlainLinear(config.head_dim, self.head_dim)
             self.k_norm = Dsv4RMSNorm(self.head_dim, config.rms_norm_eps)
+
+    @staticmethod
+    def has_pool(config, layer_idx: int) -> bool:
+        """Whether the layer makes or uses a candidate pool."""
+        return config.makes_candidates(layer_idx) or config.uses_candidates(layer_idx)
+
+    def make_keys(self, x: torch.Tensor, new: NewEntries, context: LayerContext, cache: Dsv4CacheLayer | None):
+        """Return index keys of the new entries `[B, M, Di]`, neither rotated by position nor rounded."""
+        if not self.rotates:
+            return self.k_norm(self.k_proj(new.latents))
+        ring = None if cache is None else cache.store.open_index_group
+        extra = 0 if cache is None else cache.keep_extra(context.layout.columns)
+        return self.compressor(x, context.layout, ring, extra).latents
+
+    def place(self, x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Rotate index queries or keys by position, and in V4 by the Hadamard matrix."""
+        x = rotate(x, table)
+        return hadamard_rotate(x) if self.rotates else x
 
     def forward(
         self,
@@ -150,7 +204,7 @@ class Dsv4Indexer(nn.Module):
             selection `[B, S, K]` int32 and, from the candidate source, the candidate blocks `[B, S, blocks]` int32.
         """
         queries = self.q_b_proj(q_latent).unflatten(-1, (self.heads, self.head_dim))
-        queries = codec.rounded(rotate(queries, table))
+        queries = codec.rounded(self.place(queries, table))
         weights = self.weights_proj(x) * (self.head_dim**-0.5 * self.heads**-0.5)
         # Padding columns continue the count of positions beyond the entries that exist.
         visible = ((layout.position_ids + 1) // self.ratio).clamp(max=keys.count)
@@ -190,8 +244,8 @@ class Dsv4Attention(nn.Module):
     def __init__(self, config, layer_idx: int):
         super().__init__()
         self.heads, self.head_dim, self.window = config.num_attention_heads, config.head_dim, config.sliding_window
-        self.groups, self.ratio = config.o_groups, config.compress_ratios[layer_idx]
-        self.config, self.layer_idx, self.mode = config, layer_idx, config.layer_modes[layer_idx]
+        self.groups, self.ratio = config.o_groups, config.ratio(layer_idx)
+        self.config, self.mode = config, config.mode(layer_idx)
         self.rope = "main" if self.mode == "window" else "compress"
         self.scale = self.head_dim**-0.5
         self.q_a_proj = Dsv4Linear(config.hidden_size, config.q_lora_rank)
@@ -204,8 +258,9 @@ class Dsv4Attention(nn.Module):
         self.o_b_proj = Dsv4Linear(self.groups * config.o_lora_rank, config.hidden_size)
         self.sinks = nn.Parameter(torch.empty(self.heads, dtype=torch.float32))
         if self.mode == "full":
-            self.compressor = Dsv4Compressor(config, self.ratio)
-        if self.mode in ("full", "reindex"):
+            self.compressor = Dsv4Compressor(config, layer_idx, self.head_dim)
+        self.selects = config.selects(layer_idx)
+        if self.selects:
             self.indexer = Dsv4Indexer(config, layer_idx)
 
     def forward(
@@ -224,7 +279,11 @@ class Dsv4Attention(nn.Module):
         """
         table, codecs = context.tables[self.rope], cache_codecs(self.config)
         q_latent = self.q_a_norm(self.q_a_proj(x))
-        queries = rotate(self.q_b_proj(q_latent).unflatten(-1, (self.heads, self.head_dim)), table)
+        queries = self.q_b_proj(q_latent).unflatten(-1, (self.heads, self.head_dim))
+        if self.config.normalizes_query_heads:
+            # Every step is in the dtype of the queries, unlike a norm's (contract spec_v4 item 3).
+            queries = unit_rms(queries, self.config.rms_norm_eps)
+        queries = rotate(queries, table)
         window = rotate(self.kv_norm(self.kv_proj(x)), table)
         if cache is None:
             window = codecs["window"].rounded(window)
@@ -238,16 +297,19 @@ class Dsv4Attention(nn.Module):
     def _update_state(self, x, q_latent, state, context, cache, codecs) -> SharedState:
         """Pool entries (full) and select (full, reindex); other layers hand the state on."""
         if self.mode == "full":
-            new = self.compressor(x, context.layout, cache)
+            store = None if cache is None else cache.store
+            extra = 0 if cache is None else cache.keep_extra(x.shape[1])
+            new = self.compressor(x, context.layout, store and store.open_group, extra)
             positions = (new.first[:, None] + torch.arange(new.latents.shape[1], device=x.device)) * self.ratio
             table = rotary_table(positions, context.frequencies[self.rope])
-            store = None if cache is None else cache.store
             entries = _keep(rotate(new.latents, table), new, store and store.entries, codecs["compressed"])
-            with torch.no_grad():
-                keys = rotate(self.indexer.k_norm(self.indexer.k_proj(new.latents)), table)
-                keys = _keep(keys, new, store and store.index_keys, codecs["index"])
-            state = state._replace(entries=entries, index_keys=keys)
-        if self.mode in ("full", "reindex") and self.config.index_topk is not None:
+            state = state._replace(entries=entries, index_keys=None, selection=None)
+            if self.selects:
+                with torch.no_grad():
+                    keys = self.indexer.place(self.indexer.make_keys(x, new, context, cache), table)
+                    keys = _keep(keys, new, store and store.index_keys, codecs["index"])
+                state = state._replace(index_keys=keys)
+        if self.selects and self.config.index_topk is not None:
             # A choice has no gradient; the language-model loss never reaches the indexer (design, training).
             with torch.no_grad():
                 table, keys = context.tables[self.rope], state.index_keys

@@ -14,11 +14,20 @@ import json
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .cache_storage import COMPRESSED_NVFP4, INDEX_MXFP4, UNROUNDED, WINDOW_FP8, CacheCodec, EntryStore, TokenRing
+from .cache_storage import (
+    COMPRESSED_NVFP4,
+    INDEX_MXFP4,
+    UNROUNDED,
+    WINDOW_FP8,
+    CacheCodec,
+    EntryStore,
+    TokenRing,
+    unrotated_fp8,
+)
 from .sequence_layout import SequenceLayout
 
 KV_FORMATS = ("packed", "float")
@@ -29,17 +38,21 @@ MAX_RECORDED = 128
 class SourceStore:
     """What a source layer owns for itself and the layers that read it: entries, index keys, the open group."""
 
-    def __init__(self, ratio: int, rollback: int, entries: CacheCodec, index: CacheCodec, capacity: int | None):
-        self.ratio = ratio
-        limit = None if capacity is None else capacity // ratio
-        self.entries = EntryStore(entries, limit)
-        self.index_keys = EntryStore(index, limit)
+    def __init__(self, config, layer: int, rollback: int, codecs: dict[str, CacheCodec], capacity: int | None):
+        self.ratio = config.ratio(layer)
+        limit = None if capacity is None else capacity // self.ratio
+        self.entries = EntryStore(codecs["compressed"], limit)
+        self.index_keys = EntryStore(codecs["index"], limit) if config.selects(layer) else None
         # Projected tokens that the next group, or a group re-opened by a rollback, still needs. Never rounded.
-        self.open_group = TokenRing(ratio - 1 + rollback, UNROUNDED) if ratio > 1 else None
+        reach = self.ratio * (2 if config.overlaps(layer) else 1) - 1 + rollback
+        self.open_group = TokenRing(reach, UNROUNDED) if self.ratio > 1 else None
+        own_index_group = config.pools_index_keys and config.selects(layer)
+        self.open_index_group = TokenRing(reach, UNROUNDED) if own_index_group else None
 
     @property
     def parts(self) -> list:
-        return [part for part in (self.entries, self.index_keys, self.open_group) if part is not None]
+        parts = self.entries, self.index_keys, self.open_group, self.open_index_group
+        return [part for part in parts if part is not None]
 
 
 class Dsv4CacheLayer(CacheLayerMixin):
@@ -113,12 +126,16 @@ class Dsv4Cache(Cache):
         layers = []
         for layer, mode in enumerate(text.layer_modes):
             window = TokenRing(text.sliding_window - 1 + rollback, codecs["window"])
-            ratio = text.compress_ratios[layer]
-            store = SourceStore(ratio, rollback, codecs["compressed"], codecs["index"], max_length)
-            layers.append(Dsv4CacheLayer(self, window, store if mode == "full" else None))
+            store = SourceStore(text, layer, rollback, codecs, max_length) if mode == "full" else None
+            layers.append(Dsv4CacheLayer(self, window, store))
         super().__init__(layers=layers)
-        self.ngram_ids = TokenRing(text.engram_max_ngram_size - 1 + rollback, UNROUNDED)
+        reach = text.engram_max_ngram_size - 1 if text.engram_layer_ids else 0
+        self.ngram_ids = TokenRing(reach + rollback, UNROUNDED) if text.engram_layer_ids else None
         self.record_past = False
+        # What a saved cache must share with the configuration that reads it.
+        ratios = [layer.store.ratio if layer.store else 0 for layer in self.layers]
+        widths = [text.sliding_window, text.head_dim, text.index_head_dim, reach]
+        self._schedule = [ratios, *widths]
         self._clear()
 
     def _clear(self) -> None:
@@ -129,7 +146,8 @@ class Dsv4Cache(Cache):
 
     @property
     def _parts(self) -> list:
-        return [part for layer in self.layers for part in layer.parts] + [self.ngram_ids]
+        parts = [part for layer in self.layers for part in layer.parts]
+        return parts if self.ngram_ids is None else [*parts, self.ngram_ids]
 
     # ---- used by the model ------------------------------------------------------------------------------------------
 
@@ -330,10 +348,13 @@ class Dsv4Cache(Cache):
             if layer.store is not None:
                 used = None if allocated else int((self.lengths // layer.store.ratio).sum())
                 sizes["compressed"] += layer.store.entries.nbytes(used)
-                sizes["index"] += layer.store.index_keys.nbytes(used)
-                sizes["state"] += layer.store.open_group.nbytes(longest) if layer.store.open_group else 0
+                if layer.store.index_keys is not None:
+                    sizes["index"] += layer.store.index_keys.nbytes(used)
+                for group in (layer.store.open_group, layer.store.open_index_group):
+                    sizes["state"] += 0 if group is None else group.nbytes(longest)
         masks = [self.lengths, self._droppable] + ([self.column_mask] if self.column_mask is not None else [])
-        sizes["state"] += self.ngram_ids.nbytes(longest) + sum(t.nbytes for t in masks)
+        sizes["state"] += 0 if self.ngram_ids is None else self.ngram_ids.nbytes(longest)
+        sizes["state"] += sum(t.nbytes for t in masks)
         return sizes
 
     def save(self, path: str) -> None:
@@ -347,7 +368,8 @@ class Dsv4Cache(Cache):
             if getattr(self, name) is not None:
                 tensors[name] = getattr(self, name).contiguous()
         about = {k: getattr(self, k) for k in ("kv_format", "rollback", "max_length", "columns", "record_past")}
-        save_file(tensors, path, metadata={"dsv4_cache": json.dumps(about | {"dtypes": dtypes})})
+        about |= {"dtypes": dtypes, "schedule": self._schedule}
+        save_file(tensors, path, metadata={"dsv4_cache": json.dumps(about)})
 
     @classmethod
     def load(cls, path: str, config) -> Dsv4Cache:
@@ -356,20 +378,25 @@ class Dsv4Cache(Cache):
         Raises:
             OSError: if the file is not such a cache, or was made for another schedule.
         """
-        with safe_open(path, framework="pt") as file:
-            about: dict[str, Any] = json.loads((file.metadata() or {}).get("dsv4_cache", "{}"))
-            if not about:
-                raise OSError(f"{path} is not a saved Dsv4Cache.")
-            cache = cls(config, about["kv_format"], about["rollback"], about["max_length"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        try:
+            with safe_open(path, framework="pt") as file:
+                about: dict[str, Any] = json.loads((file.metadata() or {}).get("dsv4_cache", "{}"))
+                tensors = {name: file.get_tensor(name) for name in file.keys()} if about else {}
+        except SafetensorError as error:
+            raise OSError(f"{path} is not a saved Dsv4Cache ({error}).") from error
+        if not about:
+            raise OSError(f"{path} is not a saved Dsv4Cache.")
+        cache = cls(config, about["kv_format"], about["rollback"], about["max_length"])
+        if cache._schedule != about["schedule"]:
+            raise OSError(
+                f"{path} was made for another configuration: {about['schedule']}, expected {cache._schedule}."
+            )
         cache.columns, cache.record_past = about["columns"], about["record_past"]
         for name in ("lengths", "column_mask", "_droppable"):
             setattr(cache, name, tensors.pop(name, None))
         parts = cache._parts
         for key in sorted(tensors, key=lambda k: tuple(map(int, k.split(".")))):
             index = int(key.split(".")[0])
-            if index >= len(parts):
-                raise OSError(f"{path} was made for another configuration: it has part {index} of {len(parts)}.")
             parts[index].parts = (parts[index].parts or ()) + (tensors[key],)
             parts[index].dtype = getattr(torch, about["dtypes"][str(index)])
         return cache
@@ -385,7 +412,11 @@ def cache_codecs(config, kv_format: str = "float") -> dict[str, CacheCodec]:
     Returns:
         `{"window", "compressed", "index"}` -> `CacheCodec`.
     """
-    codecs = {"window": WINDOW_FP8, "compressed": COMPRESSED_NVFP4, "index": INDEX_MXFP4}
+    if config.cache_formats == "v4":
+        unrotated = unrotated_fp8(config.qk_rope_head_dim)
+        codecs = {"window": unrotated, "compressed": unrotated, "index": INDEX_MXFP4}
+    else:
+        codecs = {"window": WINDOW_FP8, "compressed": COMPRESSED_NVFP4, "index": INDEX_MXFP4}
     if not config.cache_rounding:
         return dict.fromkeys(codecs, UNROUNDED)
     return codecs if kv_format == "packed" else {name: codec.as_float() for name, codec in codecs.items()}

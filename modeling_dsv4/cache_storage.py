@@ -23,7 +23,10 @@ from .fp_codecs import (
     round_mxfp4,
     round_nvfp4,
 )
-from .sequence_layout import SequenceLayout, take_rows_from
+from .sequence_layout import SequenceLayout
+
+# Channels per scale of V4's window and compressed entries (contract spec_v4, item 2).
+V4_BLOCK = 64
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,46 @@ class CacheCodec:
     def as_float(self) -> CacheCodec:
         """The same rounding, stored unpacked."""
         return CacheCodec(self.rounded)
+
+
+@dataclass(frozen=True)
+class UnrotatedFp8Codec(CacheCodec):
+    r"""V4's format: FP8 in blocks of 64 on the channels before the rotary ones, which stay in the model's dtype.
+
+    Source: contract spec_v4, item 2.
+
+    Args:
+        rotary (`int`): channels at the end that are not rounded.
+    """
+
+    rotary: int = 0
+    packed: bool = False
+
+    def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if not self.packed:
+            return (self.rounded(x).detach(),)
+        head, tail = x.detach().split([x.shape[-1] - self.rotary, self.rotary], dim=-1)
+        return *(as_bytes(part) for part in quantize_fp8(head, block=V4_BLOCK)), tail.contiguous()
+
+    def decode(self, parts: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
+        if not self.packed:
+            return parts[0]
+        values, scale, tail = parts
+        head = dequantize_fp8(values.view(torch.float8_e4m3fn), scale, block=V4_BLOCK)
+        return torch.cat([head.to(dtype), tail], dim=-1)
+
+    def as_float(self) -> CacheCodec:
+        return UnrotatedFp8Codec(self.rounded, rotary=self.rotary)
+
+
+def unrotated_fp8(rotary: int) -> UnrotatedFp8Codec:
+    """Return V4's packed codec for vectors whose last `rotary` channels are rotated."""
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        head, tail = x.split([x.shape[-1] - rotary, rotary], dim=-1)
+        return torch.cat([round_fp8(head, block=V4_BLOCK), tail], dim=-1)
+
+    return UnrotatedFp8Codec(rounded, rotary=rotary, packed=True)
 
 
 def _unrounded(x: torch.Tensor) -> torch.Tensor:
@@ -105,9 +148,9 @@ class TokenRing:
         # A row with `new` real columns ends at column held + new, where padding starts.
         held = self.parts[0].shape[1]
         if layout.is_ragged:
-            self.parts = tuple(take_rows_from(part, held + layout.new - kept, kept) for part in merged)
+            self.parts = _slots_before(merged, held + layout.new, kept)
         else:
-            self.parts = tuple(part[:, -kept:].clone() for part in merged)
+            self.parts = tuple(part[:, part.shape[1] - kept :].clone() for part in merged)
         return torch.cat([self.codec.decode(past, x.dtype), self.codec.rounded(x)], dim=1)
 
     def _last(self, count: int) -> tuple[torch.Tensor, ...]:
@@ -122,11 +165,7 @@ class TokenRing:
         """Forget the last `count` (`[B]`, int64) tokens of each row, and trim to `size` slots."""
         if self.parts is None:
             return
-        held = self.parts[0].shape[1]
-        start = held - self.size - count
-        columns = (start[:, None] + torch.arange(self.size, device=count.device)).clamp(min=0)
-        rows = torch.arange(len(count), device=count.device)[:, None]
-        self.parts = tuple(part[rows, columns] for part in self.parts)
+        self.parts = _slots_before(self.parts, self.parts[0].shape[1] - count, self.size)
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply `function` to every stored tensor."""
@@ -143,6 +182,13 @@ class TokenRing:
             return 0
         share = 1.0 if tokens is None else min(tokens, self.parts[0].shape[1]) / max(self.parts[0].shape[1], 1)
         return int(sum(part.nbytes for part in self.parts) * share)
+
+
+def _slots_before(parts: tuple[torch.Tensor, ...], stop: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+    """Return the `count` slots of each row before its column `stop` `[B]`; what would lie before column 0 is filler."""
+    columns = (stop[:, None] - count + torch.arange(count, device=stop.device)).clamp(min=0)
+    rows = torch.arange(len(stop), device=stop.device)[:, None]
+    return tuple(part[rows, columns] for part in parts)
 
 
 @dataclass(frozen=True)

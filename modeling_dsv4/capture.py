@@ -23,8 +23,8 @@ class OutputCapture:
         config (`Dsv41TextConfig`): schedule, and the default of router logits.
         layout (`SequenceLayout`): of the call.
         hidden_states, router_logits, selections (`bool`, *optional*): what to gather.
-        embeddings (`torch.Tensor` of shape `[B, S, H]`, *optional*): input of layer 0 where its streams start as copies
-            of it and it collapses by one of them; given back as it is, so that a gradient can be read from it.
+        embeddings (`torch.Tensor` of shape `[B, S, H]`, *optional*): input of layer 0. Single pass, that layer collapses
+            to one of its copies; it is given back as it is, so that a gradient can be read from it.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class OutputCapture:
         selections=None,
         embeddings: torch.Tensor | None = None,
     ):
-        self.embeddings = embeddings
+        self.embeddings = embeddings if config.single_pass_hc else None
         self.config, self.layout = config, layout
         self.wants_router = config.output_router_logits if router_logits is None else router_logits
         self.hidden_states: list[torch.Tensor] | None = [] if hidden_states else None
@@ -49,7 +49,7 @@ class OutputCapture:
         if self.hidden_states == [] and self.embeddings is not None:
             self.hidden_states.append(self.embeddings)
         elif self.hidden_states is not None:
-            self.hidden_states.append(self.layout.unshift(collapse_streams(flow.streams, flow.pre)))
+            self.hidden_states.append(self.layout.unshift(collapse_streams(flow.streams, layer.entering_pre(flow))))
         routers = [m for m in layer.modules() if isinstance(m, Dsv4TopKRouter)] if self.wants_router else []
         handles = [router.register_forward_hook(self._add_router_logits) for router in routers]
         try:

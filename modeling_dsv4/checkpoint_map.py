@@ -71,9 +71,11 @@ def read_header(file: str) -> dict[str, TensorEntry]:
         raw = handle.read(length)
     try:
         header = json.loads(raw, object_pairs_hook=_unique_keys)
+        if not isinstance(header, dict):
+            raise ValueError("it is no object")
         header.pop("__metadata__", None)
         entries = [_entry(name, item, file, 8 + length) for name, item in header.items()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, RecursionError) as error:
         raise OSError(f"{file}: broken safetensors header ({error}).") from error
     _check_layout(sorted(entries, key=lambda entry: (entry.start, entry.stop)), file, 8 + length, size)
     return {entry.name: entry for entry in entries}
@@ -87,15 +89,17 @@ def _unique_keys(pairs):
 
 
 def _entry(name: str, item: dict, file: str, base: int) -> TensorEntry:
-    start, stop = item["data_offsets"]
-    shape = tuple(item["shape"])
-    if item["dtype"] not in DTYPES:
-        raise ValueError(f"{name}: unknown dtype {item['dtype']!r}")
-    if not all(type(n) is int and n >= 0 for n in (*shape, start, stop)):
-        raise ValueError(f"{name}: shape {list(shape)} or offsets {[start, stop]} are not sizes")
-    dtype = DTYPES[item["dtype"]]
+    fields = item if isinstance(item, dict) else {}
+    code, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not (isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2):
+        raise ValueError(f"{name}: {item!r:.200} is no dtype, shape and two data_offsets")
+    if not isinstance(code, str) or code not in DTYPES:
+        raise ValueError(f"{name}: unknown dtype {code!r}")
+    if not all(type(n) is int and n >= 0 for n in (*shape, *offsets)):
+        raise ValueError(f"{name}: shape {shape} or offsets {offsets} are not sizes")
+    (start, stop), shape, dtype = offsets, tuple(shape), DTYPES[code]
     if stop - start != prod(shape) * dtype.itemsize:
-        raise ValueError(f"{name}: {stop - start} bytes for {item['dtype']} {list(shape)}")
+        raise ValueError(f"{name}: {stop - start} bytes for {code} {list(shape)}")
     return TensorEntry(name, file, dtype, shape, base + start, base + stop)
 
 
@@ -103,10 +107,11 @@ def _check_layout(entries: list[TensorEntry], file: str, position: int, size: in
     for entry in entries:
         if entry.start != position:
             raise OSError(f"{file}: {entry.name} starts at byte {entry.start}, expected {position} (gap or overlap).")
+        if entry.stop > size:
+            raise OSError(f"{file}: {size} bytes, but {entry.name} ends at byte {entry.stop} (truncated).")
         position = entry.stop
     if position != size:
-        problem = "truncated" if position > size else "trailing bytes"
-        raise OSError(f"{file}: {size} bytes, but the header describes {position} ({problem}).")
+        raise OSError(f"{file}: {size} bytes, but the header describes {position} (trailing bytes).")
 
 
 def map_file(file: str, entries: dict[str, TensorEntry]) -> dict[str, torch.Tensor]:
@@ -157,6 +162,21 @@ def map_checkpoint(files: list[str]) -> tuple[dict[str, torch.Tensor], dict[str,
     for file, header in headers.items():
         tensors.update(map_file(file, header))
     return tensors, entries
+
+
+def check_index_files(weight_map: dict[str, str], files: list[str]) -> None:
+    """Compare the file names of an index with the shards found, before any is opened.
+
+    Raises:
+        OSError: for a shard that is missing or lies outside the checkpoint's folder; names it and a tensor of it.
+    """
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or os.path.isabs(shard) or ".." in shard.replace("\\", "/").split("/"):
+            raise OSError(f"the index names {name} in {shard!r}; accepted: a file in the checkpoint's own folder.")
+    for file in files:
+        if not os.path.isfile(file):
+            held = [name for name, shard in weight_map.items() if os.path.basename(shard) == os.path.basename(file)]
+            raise OSError(f"{file} is missing; the index names {len(held)} tensors in it: {', '.join(held[:3])}.")
 
 
 def check_index(weight_map: dict[str, str], entries: dict[str, TensorEntry]) -> None:

@@ -1,8 +1,4 @@
-"""Configuration of DeepSeek-V4.1: the released config.json, its layer schedule, and one check per key.
-
-The three classes read the released file unchanged and write it back equal: every key of that file is a field, other
-keys are kept as they are. What follows from the keys (which layer compresses, whose entries it reads, who selects,
-where the decoder starts) is a property, so that no second copy can disagree with the file.
+"""Configuration of DeepSeek-V4.1: the released config.json and its layer schedule.
 
 Sources: the released config.json (contract, revision dba1be0a40aa), V4.1 report sections 2.1 to 2.4.
 """
@@ -12,122 +8,28 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from transformers import PreTrainedConfig
-from transformers import __version__ as transformers_version
 from transformers.configuration_utils import SubConfigSpec
 
-# What `quantization_config.quant_method` is called in memory. The file says "fp8", which transformers would hand to its
-# own block-FP8 quantiser; that one cannot read this layout and expands everything to BF16 without a recent GPU.
-PACKED_METHOD = "deepseek_fp8"
-RELEASED_METHOD = "fp8"
+from .configuration_common import (
+    COUNT,
+    OBJECT,
+    POSITIVE,
+    TOKEN_ID,
+    TOKEN_IDS,
+    DecoderConfig,
+    ReleasedConfig,
+    check_key,
+    int_from,
+    list_of,
+    number_above,
+    one_of,
+    optional,
+)
+
 RELEASED_ARCHITECTURE = "DeepseekV41ForCausalLM"
 
-ROPE_KEYS = ("rope_type", "factor", "beta_fast", "beta_slow", "original_max_position_embeddings")
 
-# Keys of `PreTrainedConfig` itself; they are written only when they differ from these defaults.
-_BASE_DEFAULTS = PreTrainedConfig().to_dict()
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _int_from(low: int):
-    return (lambda v: _is_int(v) and v >= low), f"an integer >= {low}"
-
-
-def _number_above(low: float):
-    return (lambda v: _is_number(v) and v > low), f"a number > {low}"
-
-
-def _one_of(*values):
-    return (lambda v: v in values and type(v) in {type(x) for x in values}), "one of " + ", ".join(map(repr, values))
-
-
-def _optional(rule):
-    return (lambda v: v is None or rule[0](v)), f"null or {rule[1]}"
-
-
-def _list_of(low: int):
-    return (lambda v: isinstance(v, (list, tuple)) and all(_is_int(x) and x >= low for x in v)), (
-        f"a list of integers >= {low}"
-    )
-
-
-BOOL = (lambda v: isinstance(v, bool)), "true or false"
-POSITIVE = _int_from(1)
-COUNT = _int_from(0)
-TOKEN_ID = _optional((lambda v: _is_int(v) and v >= 0, "a token id >= 0"))
-TOKEN_IDS = _optional((lambda v: TOKEN_ID[0](v) or (isinstance(v, list) and all(_is_int(x) for x in v)), "token ids"))
-
-
-def _check(owner: str, key: str, value: Any, accepted: str, ok: bool) -> None:
-    """Raise a `ValueError` that names the key, its value and what is accepted, unless `ok`."""
-    if not ok:
-        raise ValueError(f"{owner}.{key} is {value!r}; accepted: {accepted}.")
-
-
-class _ReleasedConfig(PreTrainedConfig):
-    """Common part: validation by table, and writing of exactly the released keys plus what the user changed.
-
-    `RULES` maps each key to (predicate, words for the message); `WRITTEN_IF_CHANGED` names the fields that the released
-    file does not have: they are written only when they differ from their default.
-    """
-
-    RULES = {}
-    WRITTEN_IF_CHANGED = ()
-
-    def __post_init__(self, **kwargs):
-        super().__post_init__(**kwargs)
-        self.check()
-
-    def check(self) -> None:
-        """Check every key by its rule.
-
-        Raises:
-            ValueError: with the key, the value and what is accepted.
-        """
-        for key, (accepts, accepted) in self.RULES.items():
-            value = getattr(self, key)
-            _check(self.model_type, key, value, accepted, accepts(value))
-
-    def to_dict(self) -> dict[str, Any]:
-        output = super().to_dict()
-        # The version that wrote the file is part of the file: a released config is written back equal.
-        output["transformers_version"] = self.transformers_version or transformers_version
-        return output
-
-    def to_diff_dict(self) -> dict[str, Any]:
-        defaults = type(self).default_config_fields()
-        written = {}
-        for key, value in self.to_dict().items():
-            sub_config = getattr(self, key, None) if key in self.sub_configs else None
-            if sub_config is not None:
-                value = sub_config.to_diff_dict()
-                value.pop("transformers_version")
-                written[key] = value
-            elif self._is_written(key, value, defaults):
-                written[key] = value
-        written.pop("_name_or_path", None)
-        return written
-
-    def _is_written(self, key: str, value: Any, defaults: dict[str, Any]) -> bool:
-        if key in ("model_type", "transformers_version"):
-            return True
-        if key in self.sub_configs:  # an absent part (text-only model) is left out, not written as null
-            return value is not None
-        if key in self.WRITTEN_IF_CHANGED:
-            return value != defaults.get(key)
-        if key in _BASE_DEFAULTS:
-            return value != _BASE_DEFAULTS[key]
-        return True
-
-
-class Dsv41TextConfig(_ReleasedConfig):
+class Dsv41TextConfig(DecoderConfig):
     r"""Language-model part of a DeepSeek-V4.1 configuration, with the released V4.1-Flash values as defaults.
 
     Args (beyond the released keys, which are described in the model card):
@@ -222,103 +124,36 @@ class Dsv41TextConfig(_ReleasedConfig):
         "engram_num_embeddings": [384006168, 384016682],
         "dspark_target_layer_ids": [37, 38, 39],
     }
-    RELEASED_ROPE_SCALING = {
-        "rope_type": "yarn", "factor": 16, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 65536,
-    }  # fmt: skip
-
-    RULES = {
-        "vocab_size": POSITIVE,
-        "hidden_size": POSITIVE,
-        "moe_intermediate_size": POSITIVE,
-        "num_hidden_layers": POSITIVE,
-        "num_attention_heads": POSITIVE,
-        "num_key_value_heads": _one_of(1),
-        "head_dim": POSITIVE,
-        "qk_rope_head_dim": (lambda v: _is_int(v) and v >= 2 and v % 2 == 0, "an even integer >= 2"),
-        "q_lora_rank": POSITIVE,
-        "o_lora_rank": POSITIVE,
-        "o_groups": POSITIVE,
-        "hidden_act": _one_of("silu"),
-        "swiglu_limit": _number_above(0),
-        "rms_norm_eps": _number_above(0),
-        "attention_bias": _one_of(False),
-        "attention_dropout": (lambda v: _is_number(v) and v == 0, "0 (the architecture has no attention dropout)"),
-        "initializer_range": _number_above(0),
-        "use_cache": BOOL,
-        "tie_word_embeddings": BOOL,
-        "max_position_embeddings": POSITIVE,
-        "rope_theta": _number_above(0),
-        "compress_rope_theta": _number_above(0),
-        "n_routed_experts": POSITIVE,
-        "n_shared_experts": COUNT,
-        "num_experts_per_tok": POSITIVE,
-        "scoring_func": _one_of("sqrtsoftplus"),
-        "topk_method": _one_of("noaux_tc"),
-        "norm_topk_prob": BOOL,
-        "routed_scaling_factor": _number_above(0),
-        "sliding_window": POSITIVE,
-        "compress_ratios": _list_of(0),
-        "kv_source_layer_ids": _list_of(0),
-        "index_source_layer_ids": _list_of(0),
-        "index_n_heads": POSITIVE,
-        "index_head_dim": POSITIVE,
-        "index_topk": _optional(POSITIVE),
-        "candidate_source_layer_id": _int_from(-1),
+    RULES = DecoderConfig.RULES | {
+        "kv_source_layer_ids": list_of(0),
+        "index_source_layer_ids": list_of(0),
+        "candidate_source_layer_id": int_from(-1),
         "candidate_topk_blocks": POSITIVE,
         "candidate_block_size": POSITIVE,
-        "hc_mult": POSITIVE,
-        "hc_sinkhorn_iters": POSITIVE,
-        "hc_eps": (lambda v: _is_number(v) and v >= 0, "a number >= 0"),
-        "engram_layer_ids": _list_of(0),
-        "engram_num_embeddings": _list_of(1),
-        "engram_max_ngram_size": _int_from(2),
-        "engram_vocab_size": _int_from(2),
+        "engram_layer_ids": list_of(0),
+        "engram_num_embeddings": list_of(1),
+        "engram_max_ngram_size": int_from(2),
+        "engram_vocab_size": int_from(2),
         "engram_n_heads": POSITIVE,
         "engram_head_dim": POSITIVE,
         "engram_pad_token_id": COUNT,
         "engram_compressed_vocab_size": POSITIVE,
-        "num_nextn_predict_layers": COUNT,
         "dspark_block_size": POSITIVE,
         "dspark_noise_token_id": COUNT,
-        "dspark_target_layer_ids": _list_of(0),
+        "dspark_target_layer_ids": list_of(0),
         "dspark_markov_rank": POSITIVE,
         "dspark_n_routed_experts": POSITIVE,
         "dspark_num_experts_per_tok": POSITIVE,
-        "pad_token_id": TOKEN_ID,
-        "bos_token_id": TOKEN_ID,
-        "eos_token_id": TOKEN_IDS,
-        "gate_temp": _number_above(0),
-        "cache_rounding": BOOL,
-        "output_router_logits": BOOL,
     }
 
     def __post_init__(self, **kwargs):
         for key, value in self.RELEASED_SCHEDULE.items():
-            if getattr(self, key) is None:
-                setattr(self, key, list(value))
-        self._read_rope(kwargs.pop("rope_parameters", None))
+            given = getattr(self, key)
+            if given is None or isinstance(given, tuple):
+                setattr(self, key, list(value if given is None else given))
         super().__post_init__(**kwargs)
 
-    def _read_rope(self, parameters: dict | None) -> None:
-        """Fold transformers' flat or nested `rope_parameters` into the released keys."""
-        if parameters is not None:
-            _check(self.model_type, "rope_parameters", parameters, "an object", isinstance(parameters, dict))
-            main, compress = parameters.get("main", parameters), parameters.get("compress", parameters)
-            self.rope_theta = main.get("rope_theta", self.rope_theta)
-            if compress is not parameters:
-                self.compress_rope_theta = compress.get("rope_theta", self.compress_rope_theta)
-            scaling = {k: v for k, v in compress.items() if k not in ("rope_theta", "partial_rotary_factor")}
-            self.rope_scaling = scaling or self.rope_scaling
-        if self.rope_scaling is None:
-            self.rope_scaling = dict(self.RELEASED_ROPE_SCALING)
-
     # ---- what follows from the keys --------------------------------------------------------------------------------
-
-    @property
-    def yarn(self) -> dict | None:
-        """YaRN settings of the compressed layers, or `None` for plain RoPE (contract section 5)."""
-        scaling = {"rope_type": self.rope_scaling.get("type"), **self.rope_scaling}
-        return None if scaling["rope_type"] == "default" else scaling
 
     @property
     def layer_modes(self) -> list[str]:
@@ -342,14 +177,18 @@ class Dsv41TextConfig(_ReleasedConfig):
         return self._last_source(layer, self.index_source_layer_ids)
 
     def _last_source(self, layer: int, sources: list[int]) -> int | None:
-        if self.compress_ratios[layer] == 0:
+        if self.ratio(layer) == 0:
             return None
         return max((source for source in sources if source <= layer), default=None)
 
     def uses_candidates(self, layer: int) -> bool:
         """Whether `layer` selects inside the candidate pool (V4.1 report section 2.3.2)."""
         source = self.candidate_source_layer_id
-        return 0 <= source < layer and self.layer_modes[layer] == "reindex" and self.kv_source(layer) == source
+        return 0 <= source < layer and self.mode(layer) == "reindex" and self.kv_source(layer) == source
+
+    def makes_candidates(self, layer: int) -> bool:
+        """Whether `layer` makes the candidate pool."""
+        return layer == self.candidate_source_layer_id
 
     @property
     def replay_cut(self) -> int | None:
@@ -364,42 +203,13 @@ class Dsv41TextConfig(_ReleasedConfig):
     # ---- checks that need several keys -----------------------------------------------------------------------------
 
     def check(self) -> None:
-        self._check_rope()
         super().check()
-        self._check_sizes()
         self._check_schedule()
         self._check_engram()
 
-    def _check_rope(self) -> None:
-        scaling = self.rope_scaling
-        _check(self.model_type, "rope_scaling", scaling, "an object", isinstance(scaling, dict))
-        kind = scaling.get("rope_type", scaling.get("type"))
-        _check(self.model_type, "rope_scaling.rope_type", kind, "'yarn' or 'default'", kind in ("yarn", "default"))
-        if kind == "yarn":
-            for key in ROPE_KEYS[1:]:
-                value = scaling.get(key)
-                ok = _is_number(value) and value > 0
-                _check(self.model_type, f"rope_scaling.{key}", value, "a number > 0", ok)
-            factor = scaling.get("attention_factor", 1.0)
-            _check(self.model_type, "rope_scaling.attention_factor", factor, "1.0 (no mscale)", factor in (None, 1.0))
-
-    def _check_sizes(self) -> None:
-        def check(key, accepted, ok):
-            _check(self.model_type, key, getattr(self, key), accepted, ok)
-
-        heads, groups = self.num_attention_heads, self.o_groups
-        check("o_groups", f"a divisor of num_attention_heads ({heads})", heads % groups == 0)
-        check("qk_rope_head_dim", f"at most head_dim ({self.head_dim})", self.qk_rope_head_dim <= self.head_dim)
-        accepted = f"at least qk_rope_head_dim ({self.qk_rope_head_dim})"
-        check("index_head_dim", accepted, self.index_head_dim >= self.qk_rope_head_dim)
-        check("num_experts_per_tok", f"at most n_routed_experts ({self.n_routed_experts})",
-              self.num_experts_per_tok <= self.n_routed_experts)  # fmt: skip
-        check("n_shared_experts", "1 (the released layout has one shared expert)", self.n_shared_experts == 1)
-        check("tie_word_embeddings", "false (the released head is its own matrix)", not self.tie_word_embeddings)
-
     def _check_schedule(self) -> None:
         def check(key, accepted, ok):
-            _check(self.model_type, key, getattr(self, key), accepted, ok)
+            check_key(self.model_type, key, getattr(self, key), accepted, ok)
 
         depth, ratios = self.num_hidden_layers, self.compress_ratios
         stages = self.num_nextn_predict_layers
@@ -442,7 +252,7 @@ class Dsv41TextConfig(_ReleasedConfig):
             return
 
         def check(key, accepted, ok):
-            _check(self.model_type, key, getattr(self, key), accepted, ok)
+            check_key(self.model_type, key, getattr(self, key), accepted, ok)
 
         check("engram_num_embeddings", f"one entry for each of engram_layer_ids {self.engram_layer_ids}",
               len(self.engram_num_embeddings) == len(self.engram_layer_ids))  # fmt: skip
@@ -452,7 +262,7 @@ class Dsv41TextConfig(_ReleasedConfig):
               self.engram_pad_token_id < self.vocab_size)  # fmt: skip
 
 
-class Dsv41VisionConfig(_ReleasedConfig):
+class Dsv41VisionConfig(ReleasedConfig):
     """Vision part (DeepSeek-ViT) of a DeepSeek-V4.1 configuration, with the released values as defaults."""
 
     model_type = "deepseek_v41_vision"
@@ -475,22 +285,22 @@ class Dsv41VisionConfig(_ReleasedConfig):
         "num_attention_heads": POSITIVE,
         "intermediate_size": POSITIVE,
         "patch_size": POSITIVE,
-        "rope_theta": _number_above(0),
+        "rope_theta": number_above(0),
         "downsample_ratio": POSITIVE,
-        "max_image_tokens": _int_from(4),
+        "max_image_tokens": int_from(4),
         "min_pixels": POSITIVE,
-        "max_wh_ratio": _optional(_number_above(0)),
+        "max_wh_ratio": optional(number_above(0)),
     }
 
     def check(self) -> None:
         super().check()
         # Each head rotates two halves, one per image axis, in pairs.
-        _check(self.model_type, "num_attention_heads", self.num_attention_heads,
+        check_key(self.model_type, "num_attention_heads", self.num_attention_heads,
                f"a count that divides hidden_size ({self.hidden_size}) into multiples of 4",
                self.hidden_size % (4 * self.num_attention_heads) == 0)  # fmt: skip
 
 
-class Dsv41Config(_ReleasedConfig):
+class Dsv41Config(ReleasedConfig):
     r"""Configuration of a DeepSeek-V4.1 model: text part, vision part (or `None`), token ids and quantisation.
 
     Args:
@@ -520,25 +330,22 @@ class Dsv41Config(_ReleasedConfig):
         "pad_token_id": TOKEN_ID,
         "bos_token_id": TOKEN_ID,
         "eos_token_id": TOKEN_IDS,
-        "tie_word_embeddings": _one_of(False),
+        "tie_word_embeddings": one_of(False),
     }
     WRITTEN_IF_CHANGED = ("tie_word_embeddings",)
 
     def __post_init__(self, **kwargs):
+        for key in ("text_config", "vision_config"):
+            value = getattr(self, key)
+            check_key(self.model_type, key, value, "an object or null", value is None or OBJECT[0](value))
         for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
             if getattr(self, key) is None:
                 text = self.text_config or {}
                 setattr(self, key, text.get(key) if isinstance(text, dict) else getattr(text, key))
         super().__post_init__(**kwargs)
-        quantization = getattr(self, "quantization_config", None)
-        if isinstance(quantization, dict) and quantization.get("quant_method") == RELEASED_METHOD:
-            self.quantization_config = {**quantization, "quant_method": PACKED_METHOD}
 
     def to_dict(self) -> dict[str, Any]:
         output = super().to_dict()
-        quantization = output.get("quantization_config")
-        if quantization and quantization.get("quant_method") == PACKED_METHOD:
-            output["quantization_config"] = {**quantization, "quant_method": RELEASED_METHOD}
         # Our class names carry a prefix of their own; the file keeps the released name, which serving engines look up.
         if output.get("architectures"):
             output["architectures"] = [

@@ -31,14 +31,14 @@ class Dsv4DecoderLayer(GradientCheckpointingLayer):
 
     def __init__(self, config, layer_idx: int):
         super().__init__()
-        self.layer_idx = layer_idx
+        self.layer_idx, self.single_pass = layer_idx, config.single_pass_hc
         if layer_idx in config.engram_layer_ids:
             self.engram = Dsv4EngramMemory(config, layer_idx)
         self.input_layernorm = Dsv4RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Dsv4Attention(config, layer_idx)
         self.attn_hc = Dsv4HyperConnection(config)
         self.post_attention_layernorm = Dsv4RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = Dsv4SparseMoeBlock(config)
+        self.mlp = Dsv4SparseMoeBlock(config, layer_idx)
         self.ffn_hc = Dsv4HyperConnection(config)
 
     def forward(
@@ -59,12 +59,17 @@ class Dsv4DecoderLayer(GradientCheckpointingLayer):
         streams, pre, shared = flow
         if engram_rows is not None:
             streams = self.engram(streams, engram_rows, context.image_mask)
-        # A site predicts its own coefficients but collapses by the pre of the site before it (single pass).
-        next_pre, post, comb = self.attn_hc(streams)
-        x = self.input_layernorm(collapse_streams(streams, pre))
+        # A site predicts its own coefficients; single pass, it collapses by the pre of the site before it.
+        own_pre, post, comb = self.attn_hc(streams)
+        x = self.input_layernorm(collapse_streams(streams, pre if self.single_pass else own_pre))
         x, shared = self.self_attn(x, shared, context, cache)
-        streams, pre = expand_streams(streams, x, post, comb), next_pre
+        streams, pre = expand_streams(streams, x, post, comb), own_pre
 
-        next_pre, post, comb = self.ffn_hc(streams)
-        x = self.mlp(self.post_attention_layernorm(collapse_streams(streams, pre)), context.image_mask)
-        return StreamState(expand_streams(streams, x, post, comb), next_pre, shared)
+        own_pre, post, comb = self.ffn_hc(streams)
+        x = self.post_attention_layernorm(collapse_streams(streams, pre if self.single_pass else own_pre))
+        x = self.mlp(x, context.image_mask, context.input_ids, context.layout.real)
+        return StreamState(expand_streams(streams, x, post, comb), own_pre, shared)
+
+    def entering_pre(self, flow: StreamState) -> torch.Tensor:
+        """The pre `[B, S, N]` by which the streams that enter the layer are collapsed."""
+        return flow.pre if self.single_pass else self.attn_hc(flow.streams)[0]

@@ -278,7 +278,9 @@ def dequantize_fp8_tiles(
         `torch.Tensor` of shape `[O, I]` and `dtype`.
     """
     rows, cols = block_size
-    scale = decode_scale(scale).repeat_interleave(rows, 0)[: values.shape[0]]
+    # Codes stay codes, so that the rows are unpacked in the dtype that is wanted.
+    scale = scale if scale.dtype == torch.float32 else as_bytes(scale)
+    scale = scale.repeat_interleave(rows, 0)[: values.shape[0]]
     return dequantize_rows(values, scale, block=cols, dtype=dtype)
 
 
@@ -298,7 +300,8 @@ def _scale_rows(values: torch.Tensor, scale: torch.Tensor, block: int) -> torch.
 
 def _working_dtype(scale: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
     """A power-of-two scale keeps every product exact in bfloat16; a float32 scale needs one rounding, at the end."""
-    return torch.float32 if scale.dtype == torch.float32 or dtype == torch.float16 else dtype
+    wide = scale.dtype == torch.float32 or dtype == torch.float16
+    return torch.promote_types(dtype, torch.float32) if wide else dtype
 
 
 def dequantize_rows(values: torch.Tensor, scale: torch.Tensor, *, block: int, dtype=torch.float32) -> torch.Tensor:

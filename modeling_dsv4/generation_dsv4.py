@@ -6,6 +6,7 @@ Three options live on the generation config of every model, are saved with it an
 
 from __future__ import annotations
 
+import torch
 from transformers import GenerationMixin
 
 from .cache import KV_FORMATS, Dsv4Cache
@@ -54,6 +55,9 @@ class Dsv4GenerationMixin(GenerationMixin):
         check_replay(config.decoder_replay)
         if config.use_mtp:
             raise ValueError("use_mtp is True; accepted: False. This version of the package does not draft yet.")
+        if "image" in self.input_modalities and self.config.image_token_id is not None:
+            # An image token stands for an embedding that only an image has: it can be read, never written.
+            config.suppress_tokens = [*(config.suppress_tokens or []), self.config.image_token_id]
         return prepared
 
     # transformers looks for `inputs_embeds` in this signature.
@@ -70,6 +74,9 @@ class Dsv4GenerationMixin(GenerationMixin):
     ):
         """Make a `Dsv4Cache`; static, quantized, paged and offloaded implementations are refused by name."""
         model_kwargs["decoder_replay"] = generation_config.decoder_replay
+        mask = model_kwargs.get("attention_mask")
+        if mask is not None and mask.ndim == 2 and not bool(mask.bool().any(-1).all()):
+            raise ValueError("attention_mask has a row without a single real token.")
         implementation = generation_config.cache_implementation
         if implementation not in (None, "dynamic"):
             raise ValueError(
@@ -85,6 +92,21 @@ class Dsv4GenerationMixin(GenerationMixin):
         model_kwargs["cache"] = self._new_cache(generation_config.kv_format)
         if generation_config.is_assistant:
             model_kwargs["cache"].activate_past_recording()
+
+    def _prefill(self, input_ids, generation_config, model_kwargs, is_first_iteration=True):
+        """Give the prompt those embeddings of images that the cache has not seen yet."""
+        seen = 0 if model_kwargs.get("cache") is None else model_kwargs["cache"].get_seq_length()
+        encoded = (model_kwargs.get("mm_encoder_outputs") or {}).get("image")
+        if encoded is not None and not seen:
+            is_first_iteration = True  # an assistant's first call comes as a later one, which would drop the images
+        elif encoded is not None and is_first_iteration:
+            places = input_ids == self.config.image_token_id
+            spans = torch.cat(list(encoded["pooler_output"]))
+            if len(spans) == int(places.sum()):  # all ids and all images of the prompt came again
+                is_new = (torch.arange(input_ids.shape[1], device=places.device) >= seen).expand_as(places)
+                rest = type(encoded)(pooler_output=[spans[is_new[places].to(spans.device)]])
+                model_kwargs["mm_encoder_outputs"] = model_kwargs["mm_encoder_outputs"] | {"image": rest}
+        return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
 
     def _new_cache(self, kv_format: str = "packed") -> Dsv4Cache:
         """Make an empty cache; unrounded values (`cache_rounding=False`) cannot be packed and are kept as floats."""

@@ -66,8 +66,7 @@ def hyper_connection_coefficients(
     """
     count = streams.shape[-2]
     x = wide(streams).flatten(-2)
-    # Everything downstream hangs on these few numbers: a division rounds once less than a product with a reciprocal.
-    u = (x @ fn.to(x.dtype).mT) / torch.sqrt(x.square().mean(-1, keepdim=True) + norm_eps)
+    u = (x @ fn.to(x.dtype).mT) * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm_eps)
     pre, post, comb = u.split([count, count, count * count], dim=-1)
     pre_base, post_base, comb_base = base.to(x.dtype).split([count, count, count * count])
     pre = torch.sigmoid(pre * scale[0] + pre_base) + eps
@@ -116,6 +115,24 @@ class Dsv4HyperConnection(nn.Module):
     def forward(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return pre, post and comb of `streams` `[B, S, N, D]` (see `hyper_connection_coefficients`)."""
         return hyper_connection_coefficients(streams, self.fn, self.base, self.scale, **self.settings)
+
+
+class Dsv4HyperHead(nn.Module):
+    """Learned collapse after the last layer (V4): `fn` `[N, N * D]`, `base` `[N]`, `scale` `[1]`, all float32."""
+
+    def __init__(self, config):
+        super().__init__()
+        count = config.hc_mult
+        self.fn = nn.Parameter(torch.empty(count, count * config.hidden_size, dtype=torch.float32))
+        self.base = nn.Parameter(torch.empty(count, dtype=torch.float32))
+        self.scale = nn.Parameter(torch.empty(1, dtype=torch.float32))
+        self.eps, self.norm_eps = config.hc_eps, config.rms_norm_eps
+
+    def forward(self, streams: torch.Tensor) -> torch.Tensor:
+        """Return the pre `[B, S, N]` that collapses `streams` `[B, S, N, D]` (contract spec_v4 item 5)."""
+        x = wide(streams).flatten(-2)
+        u = (x @ self.fn.to(x.dtype).mT) * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.norm_eps)
+        return torch.sigmoid(u * self.scale + self.base.to(x.dtype)) + self.eps
 
 
 def first_pre(streams: torch.Tensor) -> torch.Tensor:

@@ -98,7 +98,7 @@ class Dsv4Linear(nn.Linear):
         self.register_parameter("weight_scale_inv", None)
         self.block_size = (32, 32)
         self.rounds_input = rounds_input
-        self.quantize_activations = False
+        self.quantize_activations, self.activation_block = False, 32
 
     def pack(self, block_size: tuple[int, int], scale_dtype: torch.dtype) -> None:
         """Switch to packed storage, with empty tensors of the packed shapes on the device of the weight."""
@@ -119,8 +119,7 @@ class Dsv4Linear(nn.Linear):
         return self._multiply(self._rounded_input(x))
 
     def _rounded_input(self, x: torch.Tensor) -> torch.Tensor:
-        # One scale spans as many channels as a tile has columns (32 in V4.1, 128 in V4).
-        return round_fp8(x, block=self.block_size[1]) if self.rounds_input and self.quantize_activations else x
+        return round_fp8(x, block=self.activation_block) if self.rounds_input and self.quantize_activations else x
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         if not self.is_packed:

@@ -37,10 +37,21 @@ def route_tokens(
     Returns:
         weights (`[N, k]`, float32) and indices (`[N, k]`, int64), by score + bias descending.
     """
-    scores = F.softplus(logits).sqrt()
     # A stable sort keeps the lower expert first among equals, which topk does not promise.
-    indices = (scores.detach() + bias).sort(dim=-1, descending=True, stable=True).indices[:, :k]
-    weights = scores.gather(-1, indices)
+    indices = (expert_scores(logits).detach() + bias).sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    return weigh_experts(logits, indices, k=k, normalize=normalize, scaling=scaling)
+
+
+def expert_scores(logits: torch.Tensor) -> torch.Tensor:
+    """Return sqrt(softplus(logits)), any shape."""
+    return F.softplus(logits).sqrt()
+
+
+def weigh_experts(
+    logits: torch.Tensor, indices: torch.Tensor, *, k: int, normalize: bool, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the weights `[N, k]` of chosen experts `indices` `[N, k]`, and the indices (see `route_tokens`)."""
+    weights = expert_scores(logits).gather(-1, indices)
     if normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return weights * scaling, indices
@@ -51,15 +62,42 @@ def route_tokens(
 MIN_EXPERT_ROWS = 16
 
 
-class Dsv4TopKRouter(nn.Module):
-    """Router: `weight` `[E, H]`; selection biases of text and image positions as float32 buffers `[E]`."""
+def balanced_token_experts(vocab_size: int, experts: int, k: int) -> torch.Tensor:
+    r"""Return experts for every token id such that each expert serves equally many (V4 report 2.1, hash routing).
 
-    def __init__(self, config):
+    Token ids are put in the order of a multiplicative hash; the token at place p takes experts p * k to p * k + k - 1,
+    modulo their number. A loaded model uses the file's table instead.
+
+    Args:
+        vocab_size, experts, k (`int`): k <= experts.
+
+    Returns:
+        `torch.Tensor` of shape `[vocab_size, k]`, int64: k different experts a row.
+    """
+    hashed = (torch.arange(vocab_size) * 2654435761) % 2**32  # Knuth's multiplicative hash
+    place = hashed.argsort(stable=True).argsort()
+    return (place[:, None] * k + torch.arange(k)) % experts
+
+
+class Dsv4TopKRouter(nn.Module):
+    r"""Router: `weight` `[E, H]`, and what chooses the experts.
+
+    Usually float32 buffers `[E]` that are added to the scores, one for text and (V4.1) one for image positions; in V4's
+    first layers a table `tid2eid` `[vocab, k]` int64 that maps token ids to experts.
+    """
+
+    def __init__(self, config, layer_idx: int):
         super().__init__()
         experts = config.n_routed_experts
         self.weight = nn.Parameter(torch.empty(experts, config.hidden_size))
-        self.register_buffer("e_score_correction_bias", torch.zeros(experts, dtype=torch.float32))
-        self.register_buffer("e_score_correction_bias_vl", torch.zeros(experts, dtype=torch.float32))
+        self.hashes = layer_idx < config.num_hash_layers
+        if self.hashes:
+            table = torch.zeros(config.vocab_size, config.num_experts_per_tok, dtype=torch.long)
+            self.register_buffer("tid2eid", table)
+        else:
+            self.register_buffer("e_score_correction_bias", torch.zeros(experts, dtype=torch.float32))
+        if config.has_image_bias and not self.hashes:
+            self.register_buffer("e_score_correction_bias_vl", torch.zeros(experts, dtype=torch.float32))
         self.temperature = config.gate_temp
         self.settings = {
             "k": config.num_experts_per_tok,
@@ -68,18 +106,27 @@ class Dsv4TopKRouter(nn.Module):
         }
 
     def forward(
-        self, x: torch.Tensor, image_mask: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        image_mask: torch.Tensor | None = None,
+        input_ids: torch.Tensor | None = None,
+        token_mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         r"""Route tokens.
 
         Args:
             x (`torch.Tensor` of shape `[N, H]`).
             image_mask (`torch.Tensor` of shape `[N]`, bool, *optional*): positions of image spans.
+            input_ids (`torch.Tensor` of shape `[N]`, int64): token ids; read by hash routing alone.
+            token_mask (`torch.Tensor` of shape `[N]`, bool, *optional*): real tokens; changes nothing here, and tells
+                whoever counts the load of the experts which rows are padding.
 
         Returns:
             logits (`[N, E]`), weights (`[N, k]`), both float32 or wider, and indices (`[N, k]`, int64).
         """
         logits = wide(x) @ self.weight.to(wide(x).dtype).mT / self.temperature
+        if self.hashes:
+            return logits, *weigh_experts(logits, self.tid2eid[input_ids], **self.settings)
         bias = self.e_score_correction_bias
         if image_mask is not None:
             bias = torch.where(image_mask[:, None], self.e_score_correction_bias_vl, bias)
@@ -192,21 +239,30 @@ class Dsv4PackedExperts(_RoutedExperts, HostTensors):
 class Dsv4SparseMoeBlock(nn.Module):
     """Router, routed experts and the shared expert."""
 
-    def __init__(self, config):
+    def __init__(self, config, layer_idx: int):
         super().__init__()
-        self.gate = Dsv4TopKRouter(config)
+        self.gate = Dsv4TopKRouter(config, layer_idx)
         self.experts = Dsv4Experts(config)
         self.shared_experts = Dsv4MLP(config.hidden_size, config.moe_intermediate_size, config.swiglu_limit)
 
-    def forward(self, x: torch.Tensor, image_mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        image_mask: torch.Tensor | None = None,
+        input_ids: torch.Tensor | None = None,
+        token_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         r"""Map `[B, S, H]` to `[B, S, H]`, dtype of `x`.
 
         Args:
             x (`torch.Tensor` of shape `[B, S, H]`).
             image_mask (`torch.Tensor` of shape `[B, S]`, bool, *optional*): positions of image spans.
+            input_ids (`torch.Tensor` of shape `[B, S]`, int64, *optional*): token ids, for hash routing.
+            token_mask (`torch.Tensor` of shape `[B, S]`, bool, *optional*): real tokens, for whoever counts loads.
         """
         flat = x.flatten(0, 1)
-        _, weights, indices = self.gate(flat, None if image_mask is None else image_mask.flatten())
+        masks = (None if t is None else t.flatten() for t in (image_mask, input_ids, token_mask))
+        _, weights, indices = self.gate(flat, *masks)
         # Routed experts first, then the shared one, in one float32 sum (contract section 7).
         out = self.experts(flat, weights, indices) + wide(self.shared_experts(flat))
         return out.to(x.dtype).view_as(x)

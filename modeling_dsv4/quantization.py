@@ -17,7 +17,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
 from .checkpoint_map import DTYPES
-from .configuration_deepseek_v41 import PACKED_METHOD, RELEASED_METHOD
+from .configuration_common import PACKED_METHOD, QUANTIZATION_RULES, RELEASED_METHOD
 from .engram import Dsv4EngramTable, Dsv4PackedEngramTable
 from .layers import Dsv4Linear
 from .moe import Dsv4Experts, Dsv4PackedExperts
@@ -57,24 +57,29 @@ class Dsv4QuantizationConfig(FineGrainedFP8Config):
         for name, value, accepted in (
             ("dequantize", dequantize, (True, False)),
             ("quantize_activations", quantize_activations, (None, True, False)),
-            ("activation_scheme", activation_scheme, ("dynamic",)),
-            ("scale_fmt", scale_fmt, tuple(SCALE_DTYPES)),
-            ("expert_dtype", expert_dtype, ("fp4", "fp8")),
         ):
-            if value not in accepted:
+            if not any(value is x for x in accepted):
                 raise ValueError(f"quantization_config.{name} is {value!r}; accepted: {accepted}.")
-        block = weight_block_size
-        if not (isinstance(block, (list, tuple)) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
-            raise ValueError(f"quantization_config.weight_block_size is {block!r}; accepted: two integers > 0.")
-        kwargs.pop("quant_method", None)
+        given = {
+            "quant_method": kwargs.pop("quant_method", RELEASED_METHOD),
+            "activation_scheme": activation_scheme,
+            "weight_block_size": weight_block_size,
+            "scale_fmt": scale_fmt,
+            "expert_dtype": expert_dtype,
+        }
+        for name, value in given.items():
+            accepts, words = QUANTIZATION_RULES[name]
+            if not accepts(value):
+                raise ValueError(f"quantization_config.{name} is {value!r}; accepted: {words}.")
         super().__init__(
             activation_scheme=activation_scheme,
-            weight_block_size=tuple(block),
+            weight_block_size=tuple(weight_block_size),
             dequantize=dequantize,
             scale_fmt=scale_fmt,
-            expert_dtype=expert_dtype,
+            expert_dtype=expert_dtype or "fp8",
             quant_method=PACKED_METHOD,
         )
+        self.expert_dtype = expert_dtype
         self.quantize_activations = quantize_activations
         self.unknown_keys = kwargs
 
@@ -92,7 +97,7 @@ class Dsv4QuantizationConfig(FineGrainedFP8Config):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the released form."""
-        return {
+        released = {
             "quant_method": RELEASED_METHOD,
             "activation_scheme": self.activation_scheme,
             "weight_block_size": list(self.weight_block_size),
@@ -100,6 +105,14 @@ class Dsv4QuantizationConfig(FineGrainedFP8Config):
             "expert_dtype": self.expert_dtype,
             **self.unknown_keys,
         }
+        absent = {"expert_dtype": None, "scale_fmt": "float"}  # what a file means that leaves the key out
+        return {key: value for key, value in released.items() if key not in absent or value != absent[key]}
+
+    @classmethod
+    def from_dict(cls, config_dict, return_unused_kwargs=False, **kwargs):
+        """Read the dictionary of a config.json, where an absent key has another meaning than our default."""
+        config_dict = {"scale_fmt": "float", "expert_dtype": None, **config_dict}
+        return super().from_dict(config_dict, return_unused_kwargs=return_unused_kwargs, **kwargs)
 
     def to_diff_dict(self) -> dict[str, Any]:
         return self.to_dict()
@@ -113,21 +126,23 @@ def pack_modules(model: nn.Module, config: Dsv4QuantizationConfig) -> None:
         config (`Dsv4QuantizationConfig`): formats.
     """
     block, scale_dtype = tuple(config.weight_block_size), SCALE_DTYPES[config.scale_fmt]
+    # V4 names the experts' format at the top of its config.json, V4.1 inside the quantisation.
+    expert_dtype = config.expert_dtype or getattr(getattr(model, "config", None), "expert_dtype", None) or "fp8"
     for parent in list(model.modules()):
         for name, module in list(parent.named_children()):
             if isinstance(module, Dsv4Linear):
                 module.pack(block, scale_dtype)
             elif isinstance(module, Dsv4Experts):
-                setattr(parent, name, Dsv4PackedExperts(module, config.expert_dtype, block, scale_dtype))
+                setattr(parent, name, Dsv4PackedExperts(module, expert_dtype, block, scale_dtype))
             elif isinstance(module, Dsv4EngramTable):
                 setattr(parent, name, Dsv4PackedEngramTable(*module.weight.shape, scale_dtype))
 
 
-def set_activation_rounding(model: nn.Module, enabled: bool) -> None:
-    """Switch the FP8 rounding of the inputs of quantised layers on or off, in place."""
+def set_activation_rounding(model: nn.Module, enabled: bool, block: int = 32) -> None:
+    """Switch the FP8 rounding of the inputs of quantised layers, with one scale per `block` channels, in place."""
     for module in model.modules():
         if hasattr(module, "quantize_activations"):
-            module.quantize_activations = enabled
+            module.quantize_activations, module.activation_block = enabled, block
 
 
 def loaded_dtype(name: str, stored: torch.dtype, expected: torch.dtype) -> torch.dtype:
@@ -161,9 +176,11 @@ class Dsv4HfQuantizer(HfQuantizer):
             )
 
     def _process_model_before_weight_loading(self, model, **kwargs):
-        if not self.quantization_config.dequantize:
-            pack_modules(model, self.quantization_config)
-        set_activation_rounding(model, self.quantization_config.rounds_activations)
+        config = self.quantization_config
+        if not config.dequantize:
+            pack_modules(model, config)
+        # One scale spans as many channels as a tile has columns: 32 in V4.1, 128 in V4.
+        set_activation_rounding(model, config.rounds_activations, config.weight_block_size[1])
 
     def get_new_dtype(self, converter, param, dtype):
         stored = param.dtype if isinstance(param, torch.Tensor) else _slice_dtype(param)

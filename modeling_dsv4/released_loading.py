@@ -8,19 +8,22 @@ stay the file's own bytes; a dequantised model is filled a tensor at a time.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
 from transformers.utils import cached_file, logging
 
-from .checkpoint_map import TensorEntry, check_index, map_checkpoint
+from .checkpoint_map import TensorEntry, check_index, check_index_files, map_checkpoint
+from .configuration_common import PACKED_METHOD
 from .fp_codecs import dequantize_fp4_rows, dequantize_fp8_tiles
 from .host_tensors import host_modules
 from .ngram_hash import build_token_map
-from .quantization import PACKED_DTYPES, loaded_dtype
+from .quantization import PACKED_DTYPES, SCALE_DTYPES, loaded_dtype
 from .weight_names import OPTIONAL_PARTS, WeightNames
 
 logger = logging.get_logger(__name__)
@@ -72,40 +75,44 @@ class ReleasedCheckpoint:
 
     Args:
         model (`PreTrainedModel`): on the meta device, packed or float.
-        files (`list[str]`): safetensors shards.
-        names (`WeightNames`): of the model class.
-        weight_map (`dict[str, str]`, *optional*): of the index, compared with the shards.
+        tensors (`dict[str, torch.Tensor]`): by the names of the files (or any names that the table knows).
+        entries (`dict[str, TensorEntry]`): where each tensor lies, for messages.
+        quantization (`Dsv4QuantizationConfig`, *optional*): of the checkpoint; `None` for one of floats.
+        source (`str`): folder, for messages.
 
     Raises:
-        OSError: for a broken file or index. ValueError: for missing, unknown or unfitting tensors.
+        ValueError: for unknown tensors, and for packed ones without a quantization.
     """
 
-    def __init__(self, model, files: list[str], names: WeightNames, weight_map: dict[str, str] | None = None):
-        tensors, entries = map_checkpoint(files)
-        if weight_map:
-            check_index(weight_map, entries)
-        self.names = names
+    def __init__(self, model, tensors, entries: dict[str, TensorEntry], quantization=None, source: str = ""):
+        self.names: WeightNames = model.weight_names
+        self.source = source
+        self.block_size = tuple(quantization.weight_block_size) if quantization else (32, 32)
         self.expected: dict[str, torch.Tensor] = model.state_dict()
         self.tensors: dict[str, torch.Tensor] = {}
         self.entries: dict[str, TensorEntry] = {}
         self.left: dict[str, int] = {}
         unknown = []
         for name, tensor in tensors.items():
-            ours = names.to_ours(name)
+            ours = self.names.to_ours(name)
             part = self._absent_part(name, ours)
             if part is not None:
                 self.left[part] = self.left.get(part, 0) + 1
             elif ours is None or not self._has_place(ours):
                 unknown.append(entries[name])
             elif ours in self.tensors:
-                raise ValueError(f"{name} and {self.entries[ours].name} are the same tensor ({ours}).")
+                raise ValueError(
+                    f"{_where(entries[name])} and {_where(self.entries[ours])} are the same tensor, {ours}."
+                )
             else:
                 self.tensors[ours], self.entries[ours] = tensor, entries[name]
         self._refuse_unknown(unknown)
+        if quantization is None:
+            self._refuse_packed()
 
     def _absent_part(self, name: str, ours: str | None) -> str | None:
         """The optional part that `name` belongs to, if the model does not have it."""
-        if ours in self.expected:
+        if ours is not None and self._has_place(ours):
             return None
         released = name.removeprefix("model.")
         return next((part for part, pattern in OPTIONAL_PARTS.items() if pattern.search(released)), None)
@@ -122,56 +129,110 @@ class ReleasedCheckpoint:
     @staticmethod
     def _refuse_unknown(unknown: list[TensorEntry]) -> None:
         if unknown:
-            listed = ", ".join(f"{entry.name} ({entry.file})" for entry in unknown[:5])
+            listed = ", ".join(map(_where, unknown[:5]))
             raise ValueError(f"{len(unknown)} tensors of the checkpoint have no place in the model: {listed}.")
+
+    def _refuse_packed(self) -> None:
+        for name, tensor in self.tensors.items():
+            if tensor.dtype in PACKED_DTYPES:
+                raise ValueError(
+                    f"{_where(self.entries[name])} is packed ({tensor.dtype}), but the config has no "
+                    "quantization_config; accepted: the released config.json, or float tensors."
+                )
 
     def load_all(self, ignore_mismatched_sizes: bool = False) -> dict[str, torch.Tensor]:
         r"""Return every tensor the model expects, by its name; packed ones are views of the files.
 
         Raises:
-            ValueError: naming what is missing, or tensor and file of what does not fit.
+            ValueError: naming what is missing, or tensor and file of what does not fit; before anything is read.
         """
-        self._refuse_missing()
-        for name in self.expected:
-            if not _EXPERT_BANK.search(name):
-                self._check(name, self.expected[name], ignore_mismatched_sizes)
+        sources = {name: self._sources(name) for name in self.expected}
+        wanted = self._wanted(sources)
+        self._refuse_missing(wanted)
+        for name, parameter in self.expected.items():
+            shape = list(parameter.shape) if sources[name] == [name] else _expert_shape(name, parameter)
+            ignored = ignore_mismatched_sizes and sources[name] == [name] and parameter.dtype not in PACKED_DTYPES
+            for source in sources[name]:
+                self._check(source, shape, parameter.dtype, ignored)
+        self._refuse_unused(wanted)
         loaded = {}
         for name, parameter in logging.tqdm(self.expected.items(), desc="Reading weights", disable=None):
-            if _EXPERT_BANK.search(name) and name not in self.tensors:
-                loaded[name] = self._fused_bank(name, parameter)
-            else:
+            if sources[name] == [name]:
                 loaded[name] = self._float_or_stored(name, parameter.dtype)
+            else:
+                loaded[name] = self._fused_bank(sources[name], parameter)
         return loaded
 
-    def _refuse_missing(self) -> None:
-        missing = [name for name in self.expected if name not in self.tensors and not _EXPERT_BANK.search(name)]
-        for name, parameter in self.expected.items():
-            if _EXPERT_BANK.search(name) and name not in self.tensors:
-                missing += [s for e in range(len(parameter)) for s in _bank_sources(name, e) if s not in self.tensors]
-        missing += [
-            f"{name}_scale_inv"
-            for name, tensor in self.tensors.items()
-            if tensor.dtype in PACKED_DTYPES and name.endswith(".weight") and f"{name}_scale_inv" not in self.tensors
-        ]
-        if missing:
-            listed = ", ".join(self.names.to_released(name) or name for name in sorted(set(missing))[:5])
-            raise ValueError(f"{len(set(missing))} tensors are missing from the checkpoint: {listed}.")
+    def _sources(self, name: str) -> list[str]:
+        """The stored tensors that fill a parameter: itself, or the matrices of every expert of a bank."""
+        if name in self.tensors or not _EXPERT_BANK.search(name):
+            return [name]
+        stem, _, kind = name.rpartition(".")
+        parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+        return [f"{stem}.{e}.{part}.weight" for e in range(len(self.expected[name])) for part in parts]
 
-    def _check(self, name: str, parameter: torch.Tensor, ignore_shape: bool = False) -> None:
-        """Raise unless the stored tensor can fill `parameter`."""
-        tensor, entry = self.tensors[name], self.entries[name]
-        where = f"{entry.name} in {entry.file}"
-        shape = list(tensor.shape)
-        if self._is_dequantised(name, parameter.dtype):
+    def _wanted(self, sources: dict[str, list[str]]) -> set[str]:
+        """The stored tensors that have a use, scales included."""
+        wanted = set()
+        for name, parameter in self.expected.items():
+            wanted.update(sources[name])
+            packed = (s for s in sources[name] if s in self.tensors and self._is_dequantised(s, parameter.dtype))
+            wanted.update(f"{source}_scale_inv" for source in packed)
+        return wanted
+
+    def _refuse_missing(self, wanted: set[str]) -> None:
+        missing = sorted(wanted - self.tensors.keys())
+        if missing:
+            listed = ", ".join(self.names.to_released(name) or name for name in missing[:5])
+            raise ValueError(f"{len(missing)} tensors are missing from {self.source or 'the checkpoint'}: {listed}.")
+
+    def _refuse_unused(self, wanted: set[str]) -> None:
+        unused = sorted(self.tensors.keys() - wanted)
+        if unused:
+            listed = ", ".join(_where(self.entries[name]) for name in unused[:5])
+            raise ValueError(
+                f"{len(unused)} tensors have no use (more experts than the config has, or a second form of a weight): "
+                f"{listed}."
+            )
+
+    def _check(self, name: str, shape: list[int], dtype: torch.dtype, ignore_shape: bool = False) -> None:
+        """Raise unless the stored tensor can fill `shape` and `dtype`."""
+        tensor, where = self.tensors[name], _where(self.entries[name])
+        stored = list(tensor.shape)
+        if self._is_dequantised(name, dtype):
+            accepted = (torch.float8_e4m3fn, torch.int8) if _EXPERT.search(name) else (torch.float8_e4m3fn,)
+            if tensor.dtype not in accepted:
+                raise ValueError(f"{where} is stored as {tensor.dtype}; accepted: {', '.join(map(str, accepted))}.")
             if tensor.dtype == torch.int8:
-                shape[-1] *= 2
+                stored[-1:] = [2 * size for size in stored[-1:]]
         else:
-            loaded_dtype(where, tensor.dtype, parameter.dtype)
-        if shape != list(parameter.shape) and not ignore_shape:
-            raise ValueError(f"{where} has shape {shape}; accepted: {list(parameter.shape)}.")
+            loaded_dtype(where, tensor.dtype, dtype)
+        if stored != shape and not (ignore_shape and len(stored) == len(shape)):
+            raise ValueError(f"{where} has shape {stored}; accepted: {shape}.")
+        if self._is_dequantised(name, dtype):
+            self._check_scale(name, stored)
+
+    def _check_scale(self, name: str, shape: list[int]) -> None:
+        """Raise unless the scale fits a weight of `shape` `[O, I]`."""
+        scale = self.tensors[f"{name}_scale_inv"]
+        where = _where(self.entries[f"{name}_scale_inv"])
+        if scale.dtype not in SCALE_DTYPES.values():
+            accepted = ", ".join(map(str, SCALE_DTYPES.values()))
+            raise ValueError(f"{where} is stored as {scale.dtype}; accepted: {accepted}.")
+        rows, cols = self._tile(name)
+        accepted = [-(-shape[0] // rows), -(-shape[1] // cols)]
+        if list(scale.shape) != accepted:
+            raise ValueError(f"{where} has shape {list(scale.shape)}; accepted: {accepted}.")
 
     def _is_dequantised(self, name: str, expected: torch.dtype) -> bool:
-        return self.tensors[name].dtype in PACKED_DTYPES and expected not in PACKED_DTYPES
+        """Whether bytes are stored where the model holds floats, in a place for which the release has a scale."""
+        packed = self.tensors[name].dtype in PACKED_DTYPES and expected not in PACKED_DTYPES
+        return packed and self.names.to_released(f"{name}_scale_inv") is not None
+
+    def _tile(self, name: str) -> tuple[int, int]:
+        """Rows and columns that share a scale: of a table and of FP4 one row, else the configured tile."""
+        one_row = name.endswith("engram.embedding.weight") or self.tensors[name].dtype == torch.int8
+        return (1, 32) if one_row else self.block_size
 
     def _float_or_stored(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         tensor = self.tensors[name]
@@ -179,40 +240,26 @@ class ReleasedCheckpoint:
             return tensor.to(loaded_dtype(name, tensor.dtype, dtype))
         scale = self.tensors[f"{name}_scale_inv"]
         if tensor.dtype == torch.int8:
-            rows = (*tensor.shape[:-1], -(-2 * tensor.shape[-1] // 32))
-            return dequantize_fp4_rows(tensor, self._scale_of(name, scale, rows), dtype=dtype)
-        tile = self._tile(name, tensor, scale)
-        return dequantize_fp8_tiles(tensor, scale, block_size=tile, dtype=dtype)
+            return dequantize_fp4_rows(tensor, scale, dtype=dtype)
+        return dequantize_fp8_tiles(tensor, scale, block_size=self._tile(name), dtype=dtype)
 
-    def _scale_of(self, name: str, scale: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        if tuple(scale.shape) != tuple(shape):
-            entry = self.entries[f"{name}_scale_inv"]
-            raise ValueError(f"{entry.name} in {entry.file} has shape {list(scale.shape)}; accepted: {list(shape)}.")
-        return scale
-
-    def _tile(self, name: str, tensor: torch.Tensor, scale: torch.Tensor) -> tuple[int, int]:
-        """Tile of an FP8 matrix: rows of a table have a scale each, dense layers the configured tile."""
-        rows, cols = (1, 32) if name.endswith("engram.embedding.weight") else self.block_size
-        self._scale_of(name, scale, (-(-tensor.shape[0] // rows), -(-tensor.shape[1] // cols)))
-        return rows, cols
-
-    block_size = (32, 32)
-
-    def _fused_bank(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
+    def _fused_bank(self, sources: list[str], parameter: torch.Tensor) -> torch.Tensor:
         """Fill `[E, 2I, H]` or `[E, H, I]` from the matrices of each expert."""
         bank = torch.empty(parameter.shape, dtype=parameter.dtype)
-        for expert in range(len(bank)):
-            sources = _bank_sources(name, expert)
-            for source, place in zip(sources, bank[expert].chunk(len(sources)), strict=True):
-                self._check(source, torch.empty(place.shape, dtype=place.dtype, device="meta"))
-                place.copy_(self._float_or_stored(source, parameter.dtype))
+        places = [place for expert in bank for place in expert.chunk(len(sources) // len(bank))]
+        for source, place in zip(sources, places, strict=True):
+            place.copy_(self._float_or_stored(source, parameter.dtype))
         return bank
 
 
-def _bank_sources(name: str, expert: int) -> list[str]:
-    stem, _, kind = name.rpartition(".")
-    parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
-    return [f"{stem}.{expert}.{part}.weight" for part in parts]
+def _where(entry: TensorEntry) -> str:
+    return f"{entry.name} in {entry.file}"
+
+
+def _expert_shape(name: str, bank: torch.Tensor) -> list[int]:
+    """Shape of each stored matrix of a bank `[E, 2I, H]` or `[E, H, I]`."""
+    _, rows, columns = bank.shape
+    return [rows // 2, columns] if name.endswith("gate_up_proj") else [rows, columns]
 
 
 class ReleasedCheckpointMixin:
@@ -222,19 +269,28 @@ class ReleasedCheckpointMixin:
 
     @staticmethod
     def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys=None):
-        files = checkpoint_files or []
-        if state_dict is not None or not files or not all(file.endswith(".safetensors") for file in files):
-            return PreTrainedModel._load_pretrained_model(model, state_dict, files, load_config, expected_keys)
-        weight_map = (load_config.sharded_metadata or {}).get("weight_map")
-        checkpoint = ReleasedCheckpoint(model, files, model.weight_names, weight_map)
-        if load_config.hf_quantizer is not None:
-            checkpoint.block_size = tuple(load_config.hf_quantizer.quantization_config.weight_block_size)
+        renamings = [t for t in load_config.weight_mapping or [] if type(t) is WeightRenaming]  # of `key_mapping=`
+        tensors, entries = _stored_tensors(state_dict, checkpoint_files, load_config)
+        if renamings:
+            tensors, entries = _renamed(tensors, entries, renamings)
+        quantization = getattr(load_config.hf_quantizer, "quantization_config", None)
+        if getattr(quantization, "quant_method", None) != PACKED_METHOD:  # another quantiser reads floats
+            quantization = None
+        source = str(load_config.pretrained_model_name_or_path or "")
+        checkpoint = ReleasedCheckpoint(model, tensors, entries, quantization, source)
         tensors = checkpoint.load_all(load_config.ignore_mismatched_sizes)
         for part, count in checkpoint.left.items():
             logger.warning(f"{type(model).__name__} has no {part}: {count} tensors of the checkpoint stay on disk.")
         on_host = _assign_host_tensors(model, tensors)
+        _widen_parameters(model, tensors)
+        weight_mapping = [t for t in load_config.weight_mapping or [] if t not in renamings]
         info, offload_index = PreTrainedModel._load_pretrained_model(
-            model, tensors, files, load_config, expected_keys=list(tensors)
+            model,
+            tensors,
+            # Layers offloaded to disk are read from these files again, as they are: not where they were dequantised.
+            None if quantization and quantization.dequantize else checkpoint_files,
+            dataclasses.replace(load_config, weight_mapping=weight_mapping),
+            expected_keys=list(tensors),
         )
         info.missing_keys -= on_host
         return info, offload_index
@@ -268,12 +324,73 @@ class ReleasedCheckpointMixin:
         file = folder and cached_file(folder, "tokenizer.json", _raise_exceptions_for_missing_entries=False, **options)
         if not file:
             logger.warning(
-                f"{folder} has no tokenizer.json; call model.set_tokenizer(tokenizer) before the first use."
+                f"{folder or 'a state dict'} has no tokenizer.json; call model.set_tokenizer(tokenizer) before the "
+                "first use."
             )
             return
         from tokenizers import Tokenizer
 
-        self.set_token_map(build_token_map(Tokenizer.from_file(file)))
+        try:
+            tokenizer = Tokenizer.from_file(file)
+        except Exception as error:  # the library raises nothing narrower
+            raise OSError(f"{file} is no tokenizer: {error}.") from error
+        try:
+            self.set_token_map(build_token_map(tokenizer))
+        except ValueError as error:
+            raise ValueError(f"{file} does not fit the model: {error}") from error
+
+    def save_pretrained(self, *args, **kwargs):
+        """Save in the released layout; a float model is saved without `quantization_config`, which its files lack."""
+        quantization = getattr(self.config, "quantization_config", None)
+        ours = hasattr(quantization, "get") and quantization.get("quant_method") == PACKED_METHOD
+        if ours and not any(tensor.dtype in PACKED_DTYPES for tensor in self.state_dict().values()):
+            del self.config.quantization_config
+        return super().save_pretrained(*args, **kwargs)
+
+
+def _stored_tensors(
+    state_dict, checkpoint_files: list[str] | None, load_config
+) -> tuple[dict[str, torch.Tensor], dict[str, TensorEntry]]:
+    """Return tensors and entries by stored name, from `state_dict=` or from the mapped files."""
+    if state_dict is not None:
+        entries = {n: TensorEntry(n, "state_dict", t.dtype, tuple(t.shape), 0, 0) for n, t in state_dict.items()}
+        return dict(state_dict), entries
+    files = checkpoint_files or []
+    others = [file for file in files if not file.endswith(".safetensors")]
+    if others or not files:
+        raise OSError(f"{(others or ['no file'])[0]} holds the weights; accepted: safetensors files.")
+    weight_map = (load_config.sharded_metadata or {}).get("weight_map")
+    if weight_map:
+        check_index_files(weight_map, files)
+    tensors, entries = map_checkpoint(files)
+    if weight_map:
+        check_index(weight_map, entries)
+    if load_config.disable_mmap:
+        tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    return tensors, entries
+
+
+def _renamed(tensors, entries, renamings: list[WeightRenaming]):
+    """Return tensors and entries under the names that `key_mapping=` gives."""
+    names = {}
+    for name in tensors:
+        new = name
+        for renaming in renamings:
+            new, _ = renaming.rename_source_key(new)
+        if new in names:
+            raise ValueError(f"key_mapping gives {names[new]} and {name} the same name, {new}; accepted: one each.")
+        names[new] = name
+    return {new: tensors[n] for new, n in names.items()}, {new: entries[n] for new, n in names.items()}
+
+
+def _widen_parameters(model, tensors: dict[str, torch.Tensor]) -> None:
+    """Expect float32 where float32 was kept: transformers casts to what the (meta) parameter says."""
+    for name, tensor in tensors.items():
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        parameter = module._parameters.get(leaf)
+        if parameter is not None and parameter.dtype != tensor.dtype:
+            module._parameters[leaf] = nn.Parameter(parameter.to(tensor.dtype), requires_grad=parameter.requires_grad)
 
 
 def _assign_host_tensors(model, tensors: dict[str, Any]) -> set[str]:

@@ -27,11 +27,11 @@ def rotary_frequencies(
         device (`torch.device`, *optional*): of the result.
 
     Returns:
-        `torch.Tensor` of shape `[dim // 2]`, float32: radians per position. Computed in float64 and rounded once.
+        `torch.Tensor` of shape `[dim // 2]`, float32: radians per position. Every step is rounded to float32, as in the release.
     """
-    frequencies = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
+    frequencies = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
     if yarn is None:
-        return frequencies.float()
+        return frequencies
 
     def pair_that_turns(turns: float) -> float:
         length = yarn["original_max_position_embeddings"]
@@ -39,9 +39,9 @@ def rotary_frequencies(
 
     low = max(math.floor(pair_that_turns(yarn["beta_fast"])), 0)
     high = min(math.ceil(pair_that_turns(yarn["beta_slow"])), dim - 1)
-    pairs = torch.arange(dim // 2, dtype=torch.float64, device=device)
+    pairs = torch.arange(dim // 2, dtype=torch.float32, device=device)
     ramp = ((pairs - low) / max(high - low, 1e-3)).clamp(0, 1)
-    return (frequencies / yarn["factor"] * ramp + frequencies * (1 - ramp)).float()
+    return frequencies / yarn["factor"] * ramp + frequencies * (1 - ramp)
 
 
 def rotary_table(position_ids: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -90,7 +90,13 @@ def take_rows_from(x: torch.Tensor, start: torch.Tensor, count: int) -> torch.Te
 
 
 def read_attention_mask(
-    attention_mask: torch.Tensor | None, batch: int, columns: int, seen: int, seen_mask: torch.Tensor | None
+    attention_mask: torch.Tensor | None,
+    batch: int,
+    columns: int,
+    seen: int,
+    seen_mask: torch.Tensor | None,
+    *,
+    more_may_follow: bool = False,
 ) -> torch.Tensor | None:
     r"""Read which of the new columns are real from an attention mask.
 
@@ -103,6 +109,8 @@ def read_attention_mask(
         batch, columns (`int`): B and S of this call.
         seen (`int`): columns of earlier calls that the cache holds.
         seen_mask (`torch.Tensor` of shape `[B, seen]`, bool, or `None`): which of those were real; `None` = all.
+        more_may_follow (`bool`, *optional*, defaults to `False`): a row may be all padding, since its tokens come with a
+            later call (left padding that is longer than a chunk of the prompt).
 
     Returns:
         `torch.Tensor` of shape `[B, S]`, bool, or `None` when every column is real.
@@ -113,7 +121,7 @@ def read_attention_mask(
     if attention_mask is None:
         return None
     total = seen + columns
-    keep = _causal_to_padding(attention_mask, total) if attention_mask.ndim == 4 else attention_mask
+    keep = _causal_to_padding(attention_mask, columns, total) if attention_mask.ndim == 4 else attention_mask
     if keep.ndim != 2 or keep.shape[0] not in (1, batch) or keep.shape[1] != total:
         raise ValueError(
             f"attention_mask has shape {list(attention_mask.shape)}; accepted: [{batch}, {total}] "
@@ -125,25 +133,24 @@ def read_attention_mask(
         if not torch.equal(keep[:, :seen], before):
             raise ValueError("attention_mask differs from the mask with which the cached columns were computed.")
     keep = keep[:, seen:]
-    if not keep.any(-1).all() and not seen:
+    if not keep.any(-1).all() and not seen and not more_may_follow:
         raise ValueError("attention_mask has a row without a single real token.")
     return None if bool(keep.all()) else keep
 
 
-def _causal_to_padding(mask: torch.Tensor, total: int) -> torch.Tensor:
+def _causal_to_padding(mask: torch.Tensor, columns: int, total: int) -> torch.Tensor:
     """Reduce a causal `[B, 1, S, T]` mask to the padding `[B, T]` it was made from, or refuse it."""
-    allowed = mask if mask.dtype == torch.bool else mask >= 0
-    if allowed.shape[1] != 1 or allowed.shape[3] != total:
-        raise ValueError(f"attention_mask has shape {list(mask.shape)}; accepted: [B, 1, S, {total}].")
-    keep = allowed[:, 0, -1]
-    queries = allowed.shape[2]
-    causal = torch.ones(queries, total, dtype=torch.bool, device=mask.device).tril(total - queries)
-    expected = causal & keep[:, None]
-    given = allowed[:, 0]
-    # Rows of padded queries have no meaning; some libraries clear or fill them. One that attends what the last query
-    # does not is no padding but, say, an earlier document.
-    without_meaning = ~keep[:, total - queries :] & (given.all(-1) | ~given.any(-1))
-    if not bool(((given == expected).all(-1) | without_meaning).all()):
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(f"attention_mask is 4-D and {mask.dtype}; accepted: bool (True = attend) or additive floats.")
+    if mask.shape[1:] != (1, columns, total):
+        raise ValueError(f"attention_mask has shape {list(mask.shape)}; accepted: [B, 1, {columns}, {total}].")
+    allowed = (mask if mask.dtype == torch.bool else mask >= 0)[:, 0]
+    keep = allowed[:, -1]
+    causal = torch.ones(columns, total, dtype=torch.bool, device=mask.device).tril(total - columns)
+    fits = (allowed == causal & keep[:, None]).all(-1)
+    # Libraries let a padded query attend nothing, or everything. Anything else (a document before) is a choice.
+    filled = ~keep[:, total - columns :] & (allowed.all(-1) | ~allowed.any(-1))
+    if not bool((fits | filled).all()):
         raise ValueError("attention_mask is 4-D and hides more than padding and the future; accepted: causal masks.")
     return keep
 
@@ -159,9 +166,10 @@ def check_position_ids(position_ids: torch.Tensor | None, layout: SequenceLayout
     """
     if position_ids is None:
         return
-    if position_ids.ndim != 2 or position_ids.shape[1] != layout.columns:
-        raise ValueError(f"position_ids has shape {list(position_ids.shape)}; accepted: [B, {layout.columns}].")
-    given = layout.shift(position_ids.to(layout.past.device).expand(len(layout.past), -1))
+    batch = len(layout.past)
+    if position_ids.ndim != 2 or position_ids.shape[0] not in (1, batch) or position_ids.shape[1] != layout.columns:
+        raise ValueError(f"position_ids has shape {list(position_ids.shape)}; accepted: [{batch}, {layout.columns}].")
+    given = layout.shift(position_ids.to(layout.past.device).expand(batch, -1))
     if not torch.equal(given[layout.real], layout.position_ids[layout.real]):
         raise ValueError(
             "position_ids must count the real tokens of each row from 0 (after the cached ones); "

@@ -31,6 +31,24 @@ def pool_groups(values: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
     return (values * gates.softmax(dim=-2)).sum(dim=-2)
 
 
+def hadamard_rotate(x: torch.Tensor) -> torch.Tensor:
+    r"""Multiply the last axis by the orthonormal Hadamard matrix (V4 index queries and keys, contract spec_v4 item 9).
+
+    Args:
+        x (`torch.Tensor` of shape `[..., D]`, any float dtype, D a power of two).
+
+    Returns:
+        `torch.Tensor` of the shape and dtype of `x`; sums in float32 or wider, divided by sqrt(D).
+    """
+    size, width = x.shape[-1], 1
+    out = wide(x)
+    while width < size:
+        low, high = out.unflatten(-1, (-1, 2, width)).unbind(-2)
+        out = torch.stack([low + high, low - high], dim=-2).flatten(-3)
+        width *= 2
+    return (out * size**-0.5).to(x.dtype)
+
+
 def index_scores(
     queries: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, *, max_elements: int = 1 << 24
 ) -> torch.Tensor:
@@ -101,7 +119,10 @@ def select_candidate_blocks(scores: torch.Tensor, visible: torch.Tensor, *, bloc
     padding = max(-(-scores.shape[-1] // block_size), 1) * block_size - scores.shape[-1]
     padded = torch.nn.functional.pad(scores, (0, padding), value=float("-inf"))
     best = padded.unflatten(-1, (-1, block_size)).amax(-1)
-    newest = ((visible - 1).clamp(min=0) // block_size)[..., None]
+    if best.shape[-1] == 0:
+        return select_topk(best, k)
+    # The position of a padded query may lie beyond the last entry.
+    newest = ((visible - 1) // block_size).clamp(0, best.shape[-1] - 1)[..., None]
     pinned = torch.where(visible[..., None] > 0, torch.inf, best.gather(-1, newest).to(torch.float32)).to(best.dtype)
     return select_topk(best.scatter(-1, newest, pinned), k)
 

@@ -10,7 +10,7 @@ name follows from how the tensor is stored:
     P    a bare parameter     `<stem>`
 
 Numbers in names (layer, expert, stage, vision block) are holes `{}`; they appear in the same order on both sides.
-`mtp.*` (drafts) and the vision rows belong to parts that not every model class has; what a class leaves on disk is
+One table serves V4.1 and V4; a checkpoint has the rows of its family. `mtp.*` (drafts) and the vision rows belong to parts that not every model class has; what a class leaves on disk is
 listed when it loads (`OPTIONAL_PARTS`).
 
 Source: the tensor inventories of the released checkpoints (contract section 1).
@@ -37,6 +37,7 @@ _BLOCK = {
     "ffn.gate": ("mlp.gate", "W"),
     "ffn.gate.bias": ("mlp.gate.e_score_correction_bias", "P"),
     "ffn.gate.bias_vl": ("mlp.gate.e_score_correction_bias_vl", "P"),
+    "ffn.gate.tid2eid": ("mlp.gate.tid2eid", "P"),
     "ffn.experts.{}.w1": ("mlp.experts.{}.gate_proj", "F4"),
     "ffn.experts.{}.w2": ("mlp.experts.{}.down_proj", "F4"),
     "ffn.experts.{}.w3": ("mlp.experts.{}.up_proj", "F4"),
@@ -55,6 +56,11 @@ _LAYER = {
     "attn.compressor.wkv": ("self_attn.compressor.kv_proj", "W"),
     "attn.compressor.wgate": ("self_attn.compressor.gate_proj", "W"),
     "attn.compressor.norm": ("self_attn.compressor.kv_norm", "W"),
+    "attn.compressor.ape": ("self_attn.compressor.position_bias", "P"),
+    "attn.indexer.compressor.wkv": ("self_attn.indexer.compressor.kv_proj", "W"),
+    "attn.indexer.compressor.wgate": ("self_attn.indexer.compressor.gate_proj", "W"),
+    "attn.indexer.compressor.norm": ("self_attn.indexer.compressor.kv_norm", "W"),
+    "attn.indexer.compressor.ape": ("self_attn.indexer.compressor.position_bias", "P"),
     "attn.indexer.wq_b": ("self_attn.indexer.q_b_proj", "F8"),
     "attn.indexer.weights_proj": ("self_attn.indexer.weights_proj", "W"),
     "attn.indexer.wk": ("self_attn.indexer.k_proj", "W"),
@@ -64,8 +70,18 @@ _LAYER = {
     "engram.q_weight": ("engram.q_weight", "P"),
     "engram.k_weight": ("engram.k_weight", "P"),
 }
+_COLLAPSE = {
+    "hc_head_fn": ("hc_head.fn", "P"),
+    "hc_head_base": ("hc_head.base", "P"),
+    "hc_head_scale": ("hc_head.scale", "P"),
+}
 _DRAFT_STAGE = {
     **_BLOCK,
+    **_COLLAPSE,
+    "e_proj": ("e_proj", "F8"),
+    "h_proj": ("h_proj", "F8"),
+    "enorm": ("enorm", "W"),
+    "hnorm": ("hnorm", "W"),
     "main_proj": ("main_proj", "F8"),
     "main_norm": ("main_norm", "W"),
     "norm": ("norm", "W"),
@@ -74,6 +90,7 @@ _DRAFT_STAGE = {
     "confidence_head.proj": ("confidence_head.proj", "W"),
 }
 _LANGUAGE_MODEL = {
+    **_COLLAPSE,
     "embed": ("embed_tokens", "W"),
     "norm": ("norm", "W"),
     **{f"layers.{{}}.{released}": (f"layers.{{}}.{ours}", kind) for released, (ours, kind) in _LAYER.items()},
@@ -105,8 +122,8 @@ _ENDINGS = {
 # Parts that a model class may not have: name of the part -> pattern of the released names left on disk.
 OPTIONAL_PARTS = {
     "drafts": re.compile(r"^mtp\."),
-    "prediction head": re.compile(r"^head\."),
-    "vision": re.compile(r"^(vision\.|aligner\.|image_(start|end|newline)$)"),
+    "prediction head": re.compile(r"^(head|lm_head)\."),
+    "vision": re.compile(r"^(vision\.|aligner\.|image_(start|end|newline|pad)$)"),
 }
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -140,7 +157,11 @@ class WeightNames:
         self._ours = table
         self._released = {ours: released for released, ours in table.items()}
         # Fused float banks exist only in models; the released layout keeps one matrix per expert.
-        self._fused = {f"{language_prefix}layers.{{}}.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")}
+        self._fused = {
+            f"{language_prefix}{blocks}.{{}}.mlp.experts.{name}"
+            for blocks in ("layers", "mtp")
+            for name in ("gate_up_proj", "down_proj")
+        }
 
     def to_ours(self, name: str) -> str | None:
         """Return the parameter name of a released name (with or without a leading `model.`), or `None`.

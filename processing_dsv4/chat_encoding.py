@@ -88,7 +88,7 @@ def render_conversation(messages, tools=None, options: ChatOptions | None = None
 
     Implements the prompt formats of DeepSeek-V4.1 and V4 as `deepseek-recipe` 0.2.0 renders chat requests.
     Differs from the source: numeric efforts (1 to 100) are accepted in V4.1, as the checkpoint's own encoder does; the
-    answer header is only written on request, as in transformers.
+    answer header is only written on request, as in transformers, and without it the conversation may end in calls.
 
     Args:
         messages (`list[dict]`): the conversation, in the format of transformers or OpenAI.
@@ -112,8 +112,9 @@ def render_conversation(messages, tools=None, options: ChatOptions | None = None
         raise ValueError(f"version must be one of {list(PROMPT_FORMATS)}, got {version!r}")
     writer = _PromptWriter(PROMPT_FORMATS[version])
     _check_prefix_fields(messages)
-    turns = normalize_messages(messages)
     options = options or ChatOptions()
+    finished = not options.add_generation_prompt and not options.continue_final_message
+    turns = normalize_messages(messages, may_end_in_calls=finished)
     shown = normalize_tools(tools, shown=options.tool_choice != "none")
     if shown and are_strict(tools) and options.response_format is not None:
         raise ValueError("response_format cannot be used with strict tools, which already constrain the answer")
@@ -298,7 +299,7 @@ class _PromptWriter:
                 self._turn(turn, previous)
             elif continued and index == len(body) - 1:
                 # V4.1 opens no reasoning for a message that nothing stands before.
-                opens = thinking and (bool(head) or index > 0 or not self.form.system_token)
+                opens = thinking and bool(head or response or index or not self.form.system_token)
                 self._open_answer(turn, opens, options.continue_final_message == "reasoning_content")
             else:
                 keep = bool(tools) or (options.keep_last_reasoning and index == last_answer)

@@ -14,6 +14,7 @@ where a template cannot:
 Token ids made from a rendered string are not safe: whoever writes a control token into a message gets one.
 """
 
+import functools
 import json
 
 from .prompt_constants import (
@@ -167,7 +168,7 @@ _BODY = """
                 {%- if part.type != 'text' -%}{{- raise_exception('images in assistant messages are not supported') -}}{%- endif -%}
             {%- endfor -%}
         {%- endif -%}
-        {%- set kept = thinking and (ns.tools or (loop.index0 == ns.last and (keep_last or (keep_open and loop.last and (ns.head or loop.index0 or not system_token))))) -%}
+        {%- set kept = thinking and (ns.tools or (loop.index0 == ns.last and (keep_last or (keep_open and loop.last and (ns.head or ns.format or loop.index0 or not system_token))))) -%}
         {{- assistant -}}
         {%- if kept -%}{{- think -}}{%- else -%}{{- think_end -}}{%- endif -%}
         {%- generation -%}
@@ -196,6 +197,7 @@ _BODY = """
 """
 
 
+@functools.cache
 def build_chat_template(version: str = "v41") -> str:
     """Return the Jinja template of a prompt format.
 

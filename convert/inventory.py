@@ -1,0 +1,198 @@
+"""Every tensor of a V4.1 checkpoint in the released layout, derived from a configuration.
+
+One description: name, shape and stored dtype follow from the config alone. Names are written in the models' vocabulary
+and go through the name table, so that no second list of released names exists.
+
+Source: contract section 1, proven against the inventory of the released checkpoint (96,085 tensors).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+import torch
+
+from modeling_dsv4.configuration_deepseek_v41 import Dsv41Config
+from modeling_dsv4.weight_names import WeightNames
+
+Row = tuple[str, tuple[int, ...], torch.dtype]
+
+RELEASED_NAMES = WeightNames(language_prefix="", vision_prefix="")
+# Columns that share a scale in a row-wise format: packed FP4 experts and Engram tables.
+ROW_BLOCK = 32
+
+
+def released_tensors(config: Dsv41Config) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    r"""Return shape and dtype of every tensor that a released folder with this configuration holds.
+
+    Args:
+        config (`Dsv41Config`): without a vision part there are no vision tensors, without draft stages no `mtp.*`.
+
+    Returns:
+        `{released name: (shape, dtype)}` in the order of the released shards: vision, embedding, layers, head, draft
+        stages, Engram. Shapes are as stored (two FP4 values a byte); E8M0 scales are `float8_e8m0fnu`.
+    """
+    tensors = {}
+    for name, shape, dtype in _rows(config):
+        tensors[RELEASED_NAMES.to_released(name)] = (shape, dtype)
+    return tensors
+
+
+def payload_bytes(tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
+    """Return the bytes of tensors given as `{name: (shape, dtype)}`, headers not counted."""
+    return sum(prod(shape) * dtype.itemsize for shape, dtype in tensors.values())
+
+
+def shard_part(name: str) -> str:
+    """Return the part of the model that shares a shard with this released name (contract section 1).
+
+    Parts are the vision side, the embedding, every layer, head and norm, every draft stage, every layer's Engram.
+    """
+    words = name.split(".")
+    if words[0] in ("layers", "mtp"):
+        return ".".join(words[:3] if words[2] == "engram" else words[:2])
+    if words[0] in ("norm", "head"):
+        return "head"
+    return "embed" if words[0] == "embed" else "vision"
+
+
+def _rows(config: Dsv41Config) -> Iterator[Row]:
+    text, block = config.text_config, _tile(config)
+    if config.vision_config is not None:
+        yield from _vision(config.vision_config, text.hidden_size)
+    yield from _plain("embed_tokens", text.vocab_size, text.hidden_size)
+    for layer in range(text.num_hidden_layers):
+        prefix = f"layers.{layer}."
+        yield from _block(prefix, text, text.n_routed_experts, block)
+        yield from _sources(prefix, text, layer, block)
+    yield from _plain("norm", text.hidden_size)
+    yield from _plain("lm_head", text.vocab_size, text.hidden_size)
+    for stage in range(text.num_nextn_predict_layers):
+        yield from _draft_stage(f"mtp.{stage}.", text, stage, block)
+    for layer, rows in zip(text.engram_layer_ids, text.engram_num_embeddings, strict=True):
+        yield from _engram(f"layers.{layer}.engram.", text, rows, block)
+
+
+def _tile(config: Dsv41Config) -> tuple[int, int]:
+    quantization = getattr(config, "quantization_config", None)
+    if not isinstance(quantization, dict):  # an object of the quantiser, or none
+        quantization = {}
+    return tuple(quantization.get("weight_block_size", (32, 32)))
+
+
+def _ceil(size: int, block: int) -> int:
+    return -(-size // block)
+
+
+def _plain(name: str, *shape: int, bias: bool = False) -> Iterator[Row]:
+    yield f"{name}.weight", shape, torch.bfloat16
+    if bias:
+        yield f"{name}.bias", shape[:1], torch.bfloat16
+
+
+def _fp8_tiles(name: str, out_features: int, in_features: int, block: tuple[int, int]) -> Iterator[Row]:
+    scale = _ceil(out_features, block[0]), _ceil(in_features, block[1])
+    yield f"{name}.weight", (out_features, in_features), torch.float8_e4m3fn
+    yield f"{name}.weight_scale_inv", scale, torch.float8_e8m0fnu
+
+
+def _fp8_rows(name: str, rows: int, columns: int) -> Iterator[Row]:
+    yield f"{name}.weight", (rows, columns), torch.float8_e4m3fn
+    yield f"{name}.weight_scale_inv", (rows, _ceil(columns, ROW_BLOCK)), torch.float8_e8m0fnu
+
+
+def _fp4_rows(name: str, out_features: int, in_features: int) -> Iterator[Row]:
+    yield f"{name}.weight", (out_features, in_features // 2), torch.int8
+    yield f"{name}.weight_scale_inv", (out_features, in_features // ROW_BLOCK), torch.float8_e8m0fnu
+
+
+def _block(prefix: str, text, experts: int, block: tuple[int, int]) -> Iterator[Row]:
+    """What backbone layers and draft stages share."""
+    hidden, inner, heads, width = text.hidden_size, text.moe_intermediate_size, text.num_attention_heads, text.head_dim
+    yield from _plain(prefix + "input_layernorm", hidden)
+    yield from _plain(prefix + "post_attention_layernorm", hidden)
+    attention = prefix + "self_attn."
+    yield from _fp8_tiles(attention + "q_a_proj", text.q_lora_rank, hidden, block)
+    yield from _plain(attention + "q_a_norm", text.q_lora_rank)
+    yield from _fp8_tiles(attention + "q_b_proj", heads * width, text.q_lora_rank, block)
+    yield from _fp8_tiles(attention + "kv_proj", width, hidden, block)
+    yield from _plain(attention + "kv_norm", width)
+    yield attention + "sinks", (heads,), torch.float32
+    yield from _fp8_tiles(
+        attention + "o_a_proj", text.o_groups * text.o_lora_rank, heads * width // text.o_groups, block
+    )
+    yield from _fp8_tiles(attention + "o_b_proj", hidden, text.o_groups * text.o_lora_rank, block)
+    yield from _plain(prefix + "mlp.gate", experts, hidden)
+    yield prefix + "mlp.gate.e_score_correction_bias", (experts,), torch.float32
+    yield prefix + "mlp.gate.e_score_correction_bias_vl", (experts,), torch.float32
+    sizes = {"gate_proj": (inner, hidden), "down_proj": (hidden, inner), "up_proj": (inner, hidden)}
+    for part, (out_features, in_features) in sizes.items():
+        yield from _fp8_tiles(f"{prefix}mlp.shared_experts.{part}", out_features, in_features, block)
+    for expert in range(experts):
+        for part, (out_features, in_features) in sizes.items():
+            yield from _fp4_rows(f"{prefix}mlp.experts.{expert}.{part}", out_features, in_features)
+    streams = text.hc_mult
+    for site in ("attn_hc", "ffn_hc"):
+        yield f"{prefix}{site}.fn", (streams * (streams + 2), streams * hidden), torch.float32
+        yield f"{prefix}{site}.base", (streams * (streams + 2),), torch.float32
+        yield f"{prefix}{site}.scale", (3,), torch.float32
+
+
+def _sources(prefix: str, text, layer: int, block: tuple[int, int]) -> Iterator[Row]:
+    """The compressor of a key-value source and the indexer of an index source."""
+    hidden, width, attention = text.hidden_size, text.head_dim, prefix + "self_attn."
+    makes_entries = layer in text.kv_source_layer_ids
+    if makes_entries:
+        yield from _plain(attention + "compressor.kv_proj", width, hidden)
+        if text.compress_ratios[layer] > 1:  # groups of one token need no weighting
+            yield from _plain(attention + "compressor.gate_proj", width, hidden)
+        yield from _plain(attention + "compressor.kv_norm", width)
+    if layer in text.index_source_layer_ids:
+        index = text.index_n_heads * text.index_head_dim
+        yield from _fp8_tiles(attention + "indexer.q_b_proj", index, text.q_lora_rank, block)
+        yield from _plain(attention + "indexer.weights_proj", text.index_n_heads, hidden)
+        if makes_entries:
+            yield from _plain(attention + "indexer.k_proj", text.index_head_dim, width)
+            yield from _plain(attention + "indexer.k_norm", text.index_head_dim)
+
+
+def _draft_stage(prefix: str, text, stage: int, block: tuple[int, int]) -> Iterator[Row]:
+    """A DSpark block; the first stage reads the backbone, the last one has the heads."""
+    hidden, rank = text.hidden_size, text.dspark_markov_rank
+    yield from _block(prefix, text, text.dspark_n_routed_experts, block)
+    if stage == 0:
+        yield from _fp8_tiles(prefix + "main_proj", hidden, hidden * len(text.dspark_target_layer_ids), block)
+        yield from _plain(prefix + "main_norm", hidden)
+    if stage == text.num_nextn_predict_layers - 1:
+        yield from _plain(prefix + "norm", hidden)
+        yield from _plain(prefix + "markov_head.embed", text.vocab_size, rank)
+        yield from _plain(prefix + "markov_head.head", text.vocab_size, rank)
+        yield from _plain(prefix + "confidence_head.proj", 1, hidden + rank)
+
+
+def _engram(prefix: str, text, rows: int, block: tuple[int, int]) -> Iterator[Row]:
+    hidden, streams = text.hidden_size, text.hc_mult
+    looked_up = (text.engram_max_ngram_size - 1) * text.engram_n_heads * text.engram_head_dim
+    yield from _fp8_rows(prefix + "embedding", rows, text.engram_head_dim)
+    yield from _fp8_tiles(prefix + "kv_proj", hidden * (streams + 1), looked_up, block)
+    yield prefix + "q_weight", (streams, hidden), torch.bfloat16
+    yield prefix + "k_weight", (streams, hidden), torch.bfloat16
+
+
+def _vision(vision, text_width: int) -> Iterator[Row]:
+    width, inner = vision.hidden_size, vision.intermediate_size
+    yield from _plain("vision_tower.patch_embed", width, 3 * vision.patch_size**2, bias=True)
+    for layer in range(vision.num_hidden_layers):
+        prefix = f"vision_tower.layers.{layer}."
+        yield from _plain(prefix + "norm1", width)
+        yield from _plain(prefix + "attn.qkv", 3 * width, width, bias=True)
+        yield from _plain(prefix + "attn.proj", width, width, bias=True)
+        yield from _plain(prefix + "norm2", width)
+        yield from _plain(prefix + "mlp.gate_up_proj", 2 * inner, width)
+        yield from _plain(prefix + "mlp.down_proj", width, inner)
+    yield from _plain("vision_tower.norm", width)
+    yield from _plain("multi_modal_projector.linear_1", text_width, width * vision.downsample_ratio**2, bias=True)
+    yield from _plain("multi_modal_projector.linear_2", text_width, text_width, bias=True)
+    for name in ("image_start", "image_end", "image_newline"):
+        yield name, (text_width,), torch.bfloat16

@@ -1,0 +1,343 @@
+"""The language model of both families: loading, initialisation, the forward path, and the head.
+
+        input_ids ── embed ── N equal streams ──> layers 0 … L-1 (Dsv4DecoderLayer) ── collapse ── norm ── head
+
+The forward path is all here; each mechanism has a file of its own. Rows are shifted so that their real tokens come
+first (`SequenceLayout`) and outputs are shifted back. The entry files name the classes.
+
+Sources: V4.1 report section 2, V4 report section 2, contract sections 4 and spec_v4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
+from transformers.utils import can_return_tuple, logging
+from transformers.utils.deprecation import deprecate_kwarg
+
+from .attention import Dsv4Attention, Dsv4Compressor, LayerContext, SharedState
+from .cache import Dsv4Cache
+from .capture import OutputCapture
+from .decoder import Dsv4DecoderLayer, StreamState
+from .engram import Dsv4EngramMemory
+from .generation_dsv4 import check_cache, check_replay
+from .host_tensors import host_modules
+from .hyper_connections import Dsv4HyperConnection, Dsv4HyperHead, collapse_streams, first_pre
+from .layers import Dsv4RMSNorm
+from .moe import Dsv4Experts, Dsv4TopKRouter, balanced_token_experts
+from .ngram_hash import Dsv4NgramHash, build_token_map
+from .released_loading import ReleasedCheckpointMixin
+from .rotary import rotary_frequencies, rotary_table
+from .sequence_layout import SequenceLayout, check_position_ids, read_attention_mask
+
+logger = logging.get_logger(__name__)
+
+# Start of the mixing scales: the static coefficients A = 0.5, C = 1 dominate a fresh model (V4 report section 2.2).
+INITIAL_MIXING_SCALE = 0.01
+
+
+@dataclass
+class Dsv4ModelOutput(MoeModelOutputWithPast):
+    r"""Output of the text model.
+
+    Args:
+        last_hidden_state (`[B, S, H]`): collapsed, normalised.
+        cache (`Dsv4Cache`, *optional*).
+        hidden_states (tuple of `[B, S, H]`, *optional*): collapsed input of every layer, then the final state.
+        router_logits (tuple of `[B * S, E]` float32, *optional*): of every layer.
+        selections (`{layer: [B, S, index_topk] int64}`, *optional*): compressed positions, -1 = none, of every layer that
+            selects.
+        streams (`[B, S, N, H]`, *optional*): residual streams after the last layer, before they are collapsed.
+    """
+
+    selections: dict[int, torch.Tensor] | None = None
+    streams: torch.Tensor | None = None
+
+
+@dataclass
+class Dsv4CausalLMOutput(MoeCausalLMOutputWithPast):
+    r"""Output of the language models: `loss`, `logits` `[B, S, V]` float32, and the fields of `Dsv4ModelOutput`.
+
+    `mtp_loss` (V4, in training): the part of the loss for the token after the next one, before its weight.
+    """
+
+    selections: dict[int, torch.Tensor] | None = None
+    mtp_loss: torch.Tensor | None = None
+
+
+class Dsv4PreTrainedModel(ReleasedCheckpointMixin, PreTrainedModel):
+    """Loading, saving, initialisation and flags common to all classes."""
+
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Dsv4DecoderLayer"]
+    # Sinks, a selection per query and heads of 512 channels are beyond the generic attention backends.
+    _supports_sdpa = False
+    _supports_flash_attn = False
+    _supports_flex_attn = False
+    _supports_attention_backend = False
+    # Everything that depends on the sequence is in the cache, which can be rolled back.
+    _is_stateful = False
+    _can_compile_fullgraph = False
+    _keep_in_fp32_modules_strict = [
+        "attn_hc",
+        "ffn_hc",
+        "hc_head",
+        "sinks",
+        "e_score_correction_bias",
+        "e_score_correction_bias_vl",
+        "position_bias",
+    ]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        std = self.config.get_text_config().initializer_range
+        if isinstance(module, (nn.Linear, nn.Embedding, Dsv4TopKRouter)):
+            if module.weight.dtype.itemsize > 1:  # packed weights come from a file, never from here
+                init.normal_(module.weight, mean=0.0, std=std)
+            if getattr(module, "bias", None) is not None:
+                init.zeros_(module.bias)
+            if isinstance(module, Dsv4TopKRouter):
+                self._init_router(module)
+        elif isinstance(module, Dsv4RMSNorm):
+            init.ones_(module.weight)
+        elif isinstance(module, Dsv4Experts):
+            init.normal_(module.gate_up_proj, mean=0.0, std=std)
+            init.normal_(module.down_proj, mean=0.0, std=std)
+        elif isinstance(module, Dsv4Attention):
+            init.zeros_(module.sinks)
+        elif isinstance(module, Dsv4HyperConnection):
+            init.normal_(module.fn, mean=0.0, std=std)
+            init.zeros_(module.base)
+            init.constant_(module.scale, INITIAL_MIXING_SCALE)
+        elif isinstance(module, Dsv4EngramMemory):
+            init.ones_(module.q_weight)
+            init.ones_(module.k_weight)
+        elif isinstance(module, Dsv4HyperHead):
+            init.normal_(module.fn, mean=0.0, std=std)
+            init.zeros_(module.base)
+            init.constant_(module.scale, INITIAL_MIXING_SCALE)
+        elif isinstance(module, Dsv4Compressor) and module.position_bias is not None:
+            init.zeros_(module.position_bias)
+
+    @staticmethod
+    def _init_router(router: Dsv4TopKRouter) -> None:
+        for name, buffer in router.named_buffers():
+            if name == "tid2eid":
+                table = balanced_token_experts(len(buffer), len(router.weight), buffer.shape[1])
+                init.copy_(buffer, table.to(buffer.device))
+            else:
+                init.zeros_(buffer)
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Count parameters; packed FP4 counts two a byte, scales count none, host tensors are included."""
+        total = super().num_parameters(only_trainable, exclude_embeddings)
+        for name, parameter in self.named_parameters():
+            if name.endswith("weight_scale_inv") and (parameter.requires_grad or not only_trainable):
+                total -= parameter.numel()
+        if only_trainable:
+            return total
+        tensors = [module.host_tensor(n) for module in host_modules(self).values() for n in module.host_names()
+                   if not n.endswith("weight_scale_inv")]  # fmt: skip
+        return total + sum(t.numel() * (2 if t.dtype == torch.int8 else 1) for t in tensors)
+
+    def _set_gradient_checkpointing(self, enable: bool = True, gradient_checkpointing_func=checkpoint, **kwargs):
+        """Replace the reentrant form, which sees no gradient through the tuples that layers hand on."""
+        options = getattr(gradient_checkpointing_func, "keywords", {})
+        if enable and options.get("use_reentrant"):
+            logger.warning_once("use_reentrant=True: layers hand on tuples, so use_reentrant=False is used instead.")
+            gradient_checkpointing_func = partial(gradient_checkpointing_func, use_reentrant=False)
+        super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, **kwargs)
+
+    def set_tokenizer(self, tokenizer) -> None:
+        r"""Build the Engram token map from a tokenizer.
+
+        Args:
+            tokenizer: a fast transformers tokenizer or a `tokenizers.Tokenizer`.
+
+        Raises:
+            ValueError: if its compressed vocabulary is not the one the config names.
+        """
+        if self.config.get_text_config().needs_token_map:
+            self.set_token_map(build_token_map(tokenizer))
+
+    def set_token_map(self, token_map: torch.Tensor) -> None:
+        """Use a token map `[tokens]` (integer) for the Engram hash; checked against the config."""
+        for module in self.modules():
+            if isinstance(module, Dsv4NgramHash):
+                module.set_token_map(token_map)
+
+
+class Dsv4LanguageModel(Dsv4PreTrainedModel):
+    """Embedding, layers, final collapse and norm; the entry files derive from it."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        text = self.config.get_text_config()
+        self.embed_tokens = nn.Embedding(text.vocab_size, text.hidden_size)
+        self.layers = nn.ModuleList([Dsv4DecoderLayer(text, layer) for layer in range(text.num_hidden_layers)])
+        self.norm = Dsv4RMSNorm(text.hidden_size, text.rms_norm_eps)
+        if not text.single_pass_hc:
+            self.hc_head = Dsv4HyperHead(text)
+        if text.engram_layer_ids:
+            self.ngram_hash = Dsv4NgramHash(text)
+        self.gradient_checkpointing = False
+
+    @can_return_tuple
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: Dsv4Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_router_logits: bool | None = None,
+        output_selections: bool | None = None,
+        output_streams: bool = False,
+        decoder_replay: str = "full",
+        **kwargs,
+    ) -> Dsv4ModelOutput:
+        r"""Run all layers.
+
+        Args:
+            input_ids (`[B, S]`, int64): token ids; needed beside `inputs_embeds` by models with Engram.
+            attention_mask: see `read_attention_mask`. position_ids (`[B or 1, S]`): checked against mask and cache.
+            cache (`Dsv4Cache`, *optional*): continued and extended in place.
+            inputs_embeds (`[B, S, H]`, *optional*): used instead of the embeddings of `input_ids`.
+            use_cache (`bool`, *optional*): make a cache if none is given; defaults to the config, and to `False` while
+                gradients are recorded.
+            output_hidden_states, output_router_logits, output_selections, output_streams (`bool`, *optional*): see
+                `Dsv4ModelOutput`.
+            decoder_replay (`str`, *optional*, defaults to `"full"`).
+
+        Raises:
+            ValueError: for inputs that contradict each other, the cache or the model.
+        """
+        text = self.config.get_text_config()
+        self._check_inputs(input_ids, inputs_embeds, cache, decoder_replay, kwargs)
+        embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        more_may_follow = cache is not None
+        if cache is None and self._wants_cache(use_cache):
+            cache = Dsv4Cache(self.config, "packed" if text.cache_rounding else "float")
+        layout, valid = self._layout(attention_mask, position_ids, cache, embeds, more_may_follow)
+        context, rows = self._context(input_ids, layout, cache, embeds)
+        streams = layout.shift(embeds).unsqueeze(2).expand(-1, -1, text.hc_mult, -1)
+        flow = StreamState(streams.contiguous(), first_pre(streams), SharedState())
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        wanted = output_hidden_states, output_router_logits, output_selections
+        capture = OutputCapture(text, layout, *wanted, embeddings=embeds)
+        for index, layer in enumerate(self.layers):
+            with capture.watching(layer, flow):
+                flow = layer(flow, context, rows.get(index), None if cache is None else cache.layers[index])
+            capture.add_selection(index, flow)
+        pre = flow.pre if text.single_pass_hc else self.hc_head(flow.streams)
+        hidden = layout.unshift(self.norm(collapse_streams(flow.streams, pre)))
+        if cache is not None:
+            cache.advance(layout, valid)
+        streams = layout.unshift(flow.streams) if output_streams else None
+        return Dsv4ModelOutput(last_hidden_state=hidden, cache=cache, streams=streams, **capture.fields(hidden))
+
+    @property
+    def _checkpoints(self) -> bool:
+        """Whether layers will run a second time in the backward pass."""
+        return self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+
+    def _wants_cache(self, use_cache: bool | None) -> bool:
+        if self._checkpoints:
+            if use_cache:
+                logger.warning_once("use_cache=True with gradient checkpointing: no cache is made.")
+            return False
+        if use_cache is None:
+            # Entries in a cache carry no gradient; nobody asks for one by default while training.
+            return self.config.get_text_config().use_cache and not (torch.is_grad_enabled() and self.training)
+        return use_cache
+
+    def _check_inputs(self, input_ids, inputs_embeds, cache, decoder_replay, kwargs) -> None:
+        if input_ids is None and inputs_embeds is None:
+            raise ValueError("input_ids and inputs_embeds are both None; accepted: input_ids, or both.")
+        text = self.config.get_text_config()
+        reader = "Engram looks up n-grams of" if text.engram_layer_ids else "first layers route by"
+        if input_ids is None and (text.engram_layer_ids or text.num_hash_layers):
+            raise ValueError(f"inputs_embeds without input_ids; this model's {reader} token ids, so accepted: both.")
+        if kwargs.get("output_attentions"):
+            raise ValueError("output_attentions is True; accepted: False. Attention weights are never materialised.")
+        check_cache(cache)
+        if cache is not None and self._checkpoints:
+            raise ValueError(
+                "cache is given while gradients are checkpointed, which would fill it twice; accepted: None."
+            )
+        check_replay(decoder_replay)
+
+    def _layout(
+        self, attention_mask, position_ids, cache, embeds, more_may_follow=False
+    ) -> tuple[SequenceLayout, torch.Tensor | None]:
+        """Return the layout of the call and the mask of its columns before shifting (`None`: all real)."""
+        batch, columns = embeds.shape[:2]
+        seen, seen_mask = (0, None) if cache is None else (cache.columns, cache.column_mask)
+        valid = read_attention_mask(attention_mask, batch, columns, seen, seen_mask, more_may_follow=more_may_follow)
+        if cache is None:
+            past = torch.zeros(batch, dtype=torch.long, device=embeds.device)
+            layout = SequenceLayout.from_mask(valid, past, columns)
+        else:
+            layout = cache.layout(valid, batch, columns, embeds.device)
+        check_position_ids(position_ids, layout)
+        return layout, valid
+
+    def _context(self, input_ids, layout, cache, embeds) -> tuple[LayerContext, dict[int, torch.Tensor]]:
+        """Return what the layers share, and the Engram rows of every Engram layer."""
+        text, device = self.config.get_text_config(), embeds.device
+        frequencies = {
+            "main": rotary_frequencies(text.qk_rope_head_dim, text.rope_theta, device=device),
+            "compress": rotary_frequencies(text.qk_rope_head_dim, text.compress_rope_theta, text.yarn, device=device),
+        }
+        tables = {name: rotary_table(layout.position_ids, speed) for name, speed in frequencies.items()}
+        ids = None if input_ids is None else layout.shift(input_ids)
+        image_mask = None
+        image_token_id = getattr(self.config, "image_token_id", None)
+        if ids is not None and image_token_id is not None:
+            image_mask = ids == image_token_id
+            image_mask = image_mask if bool(image_mask.any()) else None
+        rows = {}
+        if text.engram_layer_ids:
+            compressed = self.ngram_hash.compress(ids, image_mask)
+            if cache is not None:
+                extra = cache.keep_extra(layout.columns)
+                compressed = cache.ngram_ids.append(compressed, layout, keep_extra=extra)
+            rows = self.ngram_hash(compressed, layout.past, layout.columns)
+        return LayerContext(layout, tables, frequencies, image_mask, ids), rows
+
+
+class CausalHead:
+    """Logits and loss on top of a model's output, for the classes with a head."""
+
+    def _add_head(self, outputs: Dsv4ModelOutput, labels, logits_to_keep, num_items_in_batch=None, shift_labels=None):
+        """Return logits of the kept positions, the loss if there are labels, and the model's optional outputs.
+
+        `shift_labels` `[B, S]` are labels already shifted, as sequence parallelism passes them; they win over `labels`.
+        """
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, keep])
+        loss = None
+        if labels is not None or shift_labels is not None:
+            options = {"num_items_in_batch": num_items_in_batch, "shift_labels": shift_labels}
+            options = {name: value for name, value in options.items() if value is not None}
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **options)
+        return Dsv4CausalLMOutput(
+            loss=loss,
+            logits=logits,
+            cache=outputs.cache,
+            hidden_states=outputs.hidden_states,
+            router_logits=outputs.router_logits,
+            selections=outputs.selections,
+        )

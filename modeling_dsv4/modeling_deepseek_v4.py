@@ -1,0 +1,138 @@
+"""DeepSeek-V4 (Flash, Pro, -Base, -0731) for transformers, on the mechanisms of V4.1.
+
+The classes have names of their own and are registered with no Auto class: `deepseek_v4` belongs to transformers.
+
+Sources: V4 report section 2, contract spec_v4.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.utils import can_return_tuple
+from transformers.utils.deprecation import deprecate_kwarg
+
+from .cache import Dsv4Cache
+from .configuration_deepseek_v4 import Dsv4Config
+from .generation_dsv4 import Dsv4GenerationMixin
+from .language_model import CausalHead, Dsv4CausalLMOutput, Dsv4LanguageModel, Dsv4PreTrainedModel
+from .layers import Dsv4Head
+from .mtp import Dsv4MtpLayer
+from .quantization import register_quantizer
+from .released_loading import weight_transforms
+from .weight_names import WeightNames
+
+
+class Dsv4Model(Dsv4LanguageModel):
+    """Language model of DeepSeek-V4 without a head; `mtp` predicts the token after the next one."""
+
+    config_class = Dsv4Config
+    weight_names = WeightNames("")
+
+    def __init__(self, config: Dsv4Config):
+        super().__init__(config)
+        if config.has_mtp:
+            self.mtp = nn.ModuleList([Dsv4MtpLayer(config)])
+        self.post_init()
+
+    def predict_after_next(
+        self, streams: torch.Tensor, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        r"""Run the MTP layer on every position whose next token is known.
+
+        Args:
+            streams (`torch.Tensor` of shape `[B, S, N, H]`): `output_streams` of the forward of `input_ids`.
+            input_ids (`torch.Tensor` of shape `[B, S]`, int64): whole rows, from their first token on.
+            attention_mask (*optional*): of the same call.
+
+        Returns:
+            `torch.Tensor` of shape `[B, S - 1, H]`: normalised states; the head gives logits of token i + 2.
+        """
+        layout, _ = self._layout(attention_mask, None, None, streams)
+        context, _ = self._context(input_ids, layout, None, streams)
+        # Next tokens are those of the row, not of the column beside; what the last one gets is dropped.
+        embeds = self.embed_tokens(layout.shift(input_ids).roll(-1, dims=1))
+        return layout.unshift(self.mtp[0].predict(layout.shift(streams), embeds, context))[:, :-1]
+
+
+class Dsv4ForCausalLM(CausalHead, Dsv4PreTrainedModel, Dsv4GenerationMixin):
+    """DeepSeek-V4 with its prediction head."""
+
+    config_class = Dsv4Config
+    weight_names = WeightNames("model.")
+
+    def __init__(self, config: Dsv4Config):
+        super().__init__(config)
+        self.model = Dsv4Model(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = Dsv4Head(config.hidden_size, config.vocab_size)
+        self.post_init()
+        self.set_generation_options()
+
+    @can_return_tuple
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: Dsv4Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs,
+    ) -> Dsv4CausalLMOutput:
+        r"""Run the model; arguments as in `Dsv4LanguageModel`, and:
+
+        Args:
+            labels (`[B, S]`, int64, *optional*): token ids, -100 where no loss is taken; shifted inside. In training the
+                loss of the token after the next one is added, times `config.mtp_loss_weight`.
+            logits_to_keep (`int` or index tensor, *optional*, defaults to 0): last positions with logits, 0 = all.
+            num_items_in_batch (*optional*): labels of the whole batch, when this call is a part of it; divides the loss.
+        """
+        with_mtp = labels is not None and self.training and self.config.has_mtp
+        shift_labels = kwargs.pop("shift_labels", None)
+        if with_mtp:
+            self._check_mtp(input_ids, cache)
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **(kwargs | {"return_dict": True, "output_streams": with_mtp}),
+        )
+        result = self._add_head(outputs, labels, logits_to_keep, num_items_in_batch, shift_labels)
+        if with_mtp:
+            result.mtp_loss = self._mtp_loss(outputs.streams, input_ids, attention_mask, labels, num_items_in_batch)
+            result.loss = result.loss + self.config.mtp_loss_weight * result.mtp_loss
+        return result
+
+    @staticmethod
+    def _check_mtp(input_ids, cache) -> None:
+        """The layer reads whole rows and their token ids; it has no cache of its own."""
+        if input_ids is None:
+            raise ValueError("input_ids is None while the MTP layer is trained; accepted: the ids of inputs_embeds.")
+        if cache is not None and cache.get_seq_length():
+            raise ValueError(
+                f"cache holds {cache.get_seq_length()} tokens while the MTP layer is trained; accepted: an empty one."
+            )
+
+    def _mtp_loss(self, streams, input_ids, attention_mask, labels, num_items_in_batch) -> torch.Tensor:
+        """Cross entropy of token i + 2 given position i and token i + 1 (V4 report section 2.1)."""
+        logits = self.lm_head(self.model.predict_after_next(streams, input_ids, attention_mask))
+        options = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
+        if not bool((labels[:, 2:] != -100).any()):  # a mean over nothing is no number
+            return logits.sum() * 0
+        return self.loss_function(logits=logits, labels=labels[:, 1:], vocab_size=self.vocab_size, **options)
+
+
+for _model_class in (Dsv4Model, Dsv4ForCausalLM):
+    register_checkpoint_conversion_mapping(
+        _model_class.__name__, weight_transforms(_model_class.weight_names), overwrite=True
+    )
+register_quantizer()

@@ -1,0 +1,139 @@
+"""Tiny V4 models: the golden checkpoint, a variant of it with an MTP layer, and what a model computes on the way."""
+
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+
+from modeling_dsv4 import Dsv4Config, Dsv4ForCausalLM, Dsv4QuantizationConfig
+from modeling_dsv4.fp_codecs import quantize_fp8_tiles
+from tests.golden_cases import CHECKPOINT_V4
+from tests.released_folders import Folder
+
+SHARD = "model-00001-of-00001.safetensors"
+
+
+def load(folder=CHECKPOINT_V4, dtype=torch.float32, *, dequantize=True, quantize_activations=None, rounding=True):
+    """Load a V4 folder in evaluation mode; float64 is a float32 load, widened (exact)."""
+    options = Dsv4QuantizationConfig(dequantize=dequantize, quantize_activations=quantize_activations)
+    load_dtype = torch.float32 if dtype == torch.float64 else dtype
+    model = Dsv4ForCausalLM.from_pretrained(folder, dtype=load_dtype, quantization_config=options)
+    model.config.cache_rounding = rounding
+    return model.to(dtype).eval()
+
+
+@cache
+def golden_model(dtype=torch.float32):
+    """The dequantised golden checkpoint, shared by tests that put back what they change."""
+    return load(dtype=dtype)
+
+
+@contextmanager
+def rounding(model, enabled):
+    """Switch the rounding of cached values for a while."""
+    before, model.config.cache_rounding = model.config.cache_rounding, enabled
+    try:
+        yield
+    finally:
+        model.config.cache_rounding = before
+
+
+def v4_folder():
+    """The golden folder in memory."""
+    return Folder(CHECKPOINT_V4)
+
+
+def with_mtp(seed=0):
+    """The golden folder with an MTP layer: a copy of its last block (window-only, score routing) and new projections."""
+    folder, generator = v4_folder(), torch.Generator().manual_seed(seed)
+    tensors, last = folder.shards[SHARD], folder.config["num_hidden_layers"] - 1
+    for name in [n for n in tensors if n.startswith(f"layers.{last}.")]:
+        tensors["mtp.0" + name.removeprefix(f"layers.{last}")] = tensors[name].clone()
+    width = folder.config["hidden_size"]
+
+    def random(*shape, scale=1.0):
+        return torch.randn(shape, generator=generator) * scale
+
+    for name in ("e_proj", "h_proj"):
+        values, scale = quantize_fp8_tiles(random(width, width, scale=width**-0.5), block_size=(128, 128))
+        tensors[f"mtp.0.{name}.weight"], tensors[f"mtp.0.{name}.scale"] = values, scale
+    for name in ("enorm", "hnorm", "norm"):
+        tensors[f"mtp.0.{name}.weight"] = (1 + 0.1 * random(width)).bfloat16()
+    for part in ("fn", "base", "scale"):
+        tensors[f"mtp.0.hc_head_{part}"] = tensors[f"hc_head_{part}"] + 0.1 * random(*tensors[f"hc_head_{part}"].shape)
+    folder.config["num_nextn_predict_layers"] = 1
+    folder.config["compress_ratios"] = [*folder.config["compress_ratios"], 0]
+    return folder
+
+
+def base_variant():
+    """A -Base build: FP8 experts in tiles, float32 scales, no `expert_dtype` and no `scale_fmt`."""
+    folder, generator = v4_folder(), torch.Generator().manual_seed(3)
+    tensors = folder.shards[SHARD]
+    for name in [n for n in tensors if n.endswith(".scale")]:
+        weight = name.removesuffix("scale") + "weight"
+        shape = list(tensors[weight].shape)
+        if tensors[weight].dtype == torch.int8:
+            shape[1] *= 2
+        values, scale = quantize_fp8_tiles(
+            torch.randn(shape, generator=generator) * shape[1] ** -0.5, block_size=(128, 128)
+        )
+        # Any float may be a scale here, so that powers of two do not hide a wrong one.
+        tensors[weight], tensors[name] = (
+            values,
+            scale.float() * (0.8 + 0.4 * torch.rand(scale.shape, generator=generator)),
+        )
+    folder.config.pop("expert_dtype")
+    folder.config["quantization_config"].pop("scale_fmt")
+    return folder
+
+
+def some_ids(batch, length, seed=0):
+    """Random token ids `[B, S]`, none special."""
+    return torch.randint(3, 384, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def outputs_of(model, ids, **options):
+    """Run ids `[1, S]` without a cache and return arrays under the names of the goldens."""
+    record = {}
+
+    def keep(index):
+        def hook(module, args, output):
+            record[f"streams.{index}"] = output.streams
+            entries = output.shared.entries
+            if module.self_attn.mode == "full":
+                record[f"compressed_kv.{index}"] = entries.read()
+
+        return hook
+
+    def keep_router(index):
+        def hook(module, args, output):
+            record[f"router_w.{index}"], record[f"router_idx.{index}"] = output[1], output[2]
+
+        return hook
+
+    handles = []
+    for index, layer in enumerate(model.model.layers):
+        handles.append(layer.register_forward_hook(keep(index)))
+        handles.append(layer.mlp.gate.register_forward_hook(keep_router(index)))
+    try:
+        out = model(ids, use_cache=False, output_selections=True, output_hidden_states=True, **options)
+    finally:
+        for handle in handles:
+            handle.remove()
+    record |= {"logits": out.logits, "final_hidden": out.hidden_states[-1]}
+    record |= {f"topk.{layer}": chosen for layer, chosen in out.selections.items()}
+    return {
+        name: (value.float() if value.dtype == torch.bfloat16 else value).numpy() for name, value in record.items()
+    }
+
+
+def tiny_config(**changes):
+    """The golden configuration without its quantisation, with some keys changed."""
+    config = v4_folder().config
+    config.pop("quantization_config")
+    config.pop("expert_dtype")
+    config.pop("layer_types")
+    config.pop("compress_rates")
+    return Dsv4Config(**(config | changes))
