@@ -148,8 +148,8 @@ class RoundingProbe:
         self._patch, self._inner = pytest.MonkeyPatch(), attention.cache_codecs
         self._patch.setattr(attention, "cache_codecs", self._codecs)
         self._hooks = [
-            layer.self_attn.register_forward_pre_hook(lambda module, args: setattr(self, "_layer", module.layer_idx))
-            for layer in self.model.model.layers
+            layer.self_attn.register_forward_pre_hook(lambda *_, index=index: setattr(self, "_layer", index))
+            for index, layer in enumerate(self.model.model.layers)
         ]
         return self
 

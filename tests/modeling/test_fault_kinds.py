@@ -328,8 +328,8 @@ def _change_entries_of(layer, model, column, monkeypatch, hooks):
         return kinds | {"compressed": CacheCodec(change)}
 
     monkeypatch.setattr(attention, "cache_codecs", changed)
-    for module in model.model.layers:
-        hooks.append(module.self_attn.register_forward_pre_hook(lambda m, args: at_work.append(m.layer_idx)))
+    for index, module in enumerate(model.model.layers):
+        hooks.append(module.self_attn.register_forward_pre_hook(lambda *_, index=index: at_work.append(index)))
 
 
 # ---- K4: boundary lengths, and every key of the configuration ---------------------------------------------------------------
