@@ -123,7 +123,7 @@ def test_any_schedule_leaves_what_the_surviving_tokens_would(model, data):
             rows.append(model, cache, _draw_pads(data, len(rows.tokens), False))
         elif action == "crop":
             legal = [
-                n for n in range(rows.columns)
+                n for n in range(max(rows.columns, 1))
                 if all(sum(row[rows.columns - n :]) <= d for row, d in zip(rows.mask, rows.droppable, strict=True))
             ]  # fmt: skip
             count = data.draw(st.sampled_from(legal), label="crop")
