@@ -162,20 +162,9 @@ WIDE = {
 
 
 @cache
-def wide_model(**changes):
-    """A float64 model with random weights of the sizes above; hash table and selection biases are random too."""
-    model, generator = Dsv4ForCausalLM(tiny.tiny_config(**(WIDE | changes))).to(torch.float64).eval(), torch.Generator()
-    generator.manual_seed(1)
-    for name, tensor in model.state_dict().items():
-        if name.endswith("tid2eid"):
-            rows = torch.rand(tensor.shape[0], model.config.n_routed_experts, generator=generator).argsort(-1)
-            tensor.copy_(rows[:, : tensor.shape[1]])
-            continue
-        size = tensor.shape[-1] ** -0.5 if tensor.ndim > 1 else 0.3
-        random = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
-        mean = 1.0 if name.endswith(("norm.weight", ".scale")) else 0.0
-        tensor.copy_(random * (2.0 if "embed" in name else size) + mean)
-    return model
+def wide_model():
+    """A float64 model of the sizes above that tests share."""
+    return tiny.random_model(**WIDE)
 
 
 @pytest.mark.parametrize("linear_rounding", [False, True])
