@@ -149,7 +149,7 @@ class RoundingProbe:
         self._patch = pytest.MonkeyPatch()
         self._patch.setattr(attention, "cache_codecs", self._codecs)
         self._hooks = [
-            layer.self_attn.register_forward_pre_hook(lambda module, args: setattr(self, "_layer", module.layer_idx))
+            layer.register_forward_pre_hook(lambda module, args: setattr(self, "_layer", module.layer_idx))
             for layer in self.model.model.layers
         ]
         return self

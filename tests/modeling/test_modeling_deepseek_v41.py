@@ -358,7 +358,7 @@ def _change_entries_of(layer, model, column, monkeypatch, hooks):
 
     monkeypatch.setattr(attention, "cache_codecs", changed)
     for module in model.model.layers:
-        hooks.append(module.self_attn.register_forward_pre_hook(lambda m, args: at_work.append(m.layer_idx)))
+        hooks.append(module.register_forward_pre_hook(lambda m, args: at_work.append(m.layer_idx)))
 
 
 # ---- K4: boundary lengths, and every key of the configuration ---------------------------------------------------------------
