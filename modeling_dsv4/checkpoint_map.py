@@ -71,9 +71,11 @@ def read_header(file: str) -> dict[str, TensorEntry]:
         raw = handle.read(length)
     try:
         header = json.loads(raw, object_pairs_hook=_unique_keys)
+        if not isinstance(header, dict):
+            raise ValueError("it is no object")
         header.pop("__metadata__", None)
         entries = [_entry(name, item, file, 8 + length) for name, item in header.items()]
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise OSError(f"{file}: broken safetensors header ({error}).") from error
     _check_layout(sorted(entries, key=lambda entry: (entry.start, entry.stop)), file, 8 + length, size)
     return {entry.name: entry for entry in entries}

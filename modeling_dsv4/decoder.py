@@ -67,7 +67,7 @@ class Dsv4DecoderLayer(GradientCheckpointingLayer):
 
         own_pre, post, comb = self.ffn_hc(streams)
         x = self.post_attention_layernorm(collapse_streams(streams, pre if self.single_pass else own_pre))
-        x = self.mlp(x, context.image_mask, context.input_ids)
+        x = self.mlp(x, context.image_mask, context.input_ids, context.layout.real)
         return StreamState(expand_streams(streams, x, post, comb), own_pre, shared)
 
     def entering_pre(self, flow: StreamState) -> torch.Tensor:

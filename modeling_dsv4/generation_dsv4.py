@@ -55,7 +55,7 @@ class Dsv4GenerationMixin(GenerationMixin):
         check_replay(config.decoder_replay)
         if config.use_mtp:
             raise ValueError("use_mtp is True; accepted: False. This version of the package does not draft yet.")
-        if "image" in self.input_modalities:
+        if "image" in self.input_modalities and self.config.image_token_id is not None:
             # An image token stands for an embedding that only an image has: it can be read, never written.
             config.suppress_tokens = [*(config.suppress_tokens or []), self.config.image_token_id]
         return prepared

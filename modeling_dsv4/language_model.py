@@ -11,6 +11,7 @@ Sources: V4.1 report section 2, V4 report section 2, contract sections 4 and spe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -91,6 +92,7 @@ class Dsv4PreTrainedModel(ReleasedCheckpointMixin, PreTrainedModel):
         "hc_head",
         "sinks",
         "e_score_correction_bias",
+        "e_score_correction_bias_vl",
         "position_bias",
     ]
 
@@ -147,9 +149,11 @@ class Dsv4PreTrainedModel(ReleasedCheckpointMixin, PreTrainedModel):
         return total + sum(t.numel() * (2 if t.dtype == torch.int8 else 1) for t in tensors)
 
     def _set_gradient_checkpointing(self, enable: bool = True, gradient_checkpointing_func=checkpoint, **kwargs):
-        """Refuse the reentrant form, which sees no gradient through the tuples that layers hand on."""
-        if enable and getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant"):
-            raise ValueError("use_reentrant is True; accepted: False (transformers' default).")
+        """Replace the reentrant form, which sees no gradient through the tuples that layers hand on."""
+        options = getattr(gradient_checkpointing_func, "keywords", {})
+        if enable and options.get("use_reentrant"):
+            logger.warning_once("use_reentrant=True: layers hand on tuples, so use_reentrant=False is used instead.")
+            gradient_checkpointing_func = partial(gradient_checkpointing_func, use_reentrant=False)
         super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, **kwargs)
 
     def set_tokenizer(self, tokenizer) -> None:
@@ -229,8 +233,10 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
         context, rows = self._context(input_ids, layout, cache, embeds)
         streams = layout.shift(embeds).unsqueeze(2).expand(-1, -1, text.hc_mult, -1)
         flow = StreamState(streams.contiguous(), first_pre(streams), SharedState())
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         wanted = output_hidden_states, output_router_logits, output_selections
-        capture = OutputCapture(text, layout, *wanted)
+        capture = OutputCapture(text, layout, *wanted, embeddings=embeds)
         for index, layer in enumerate(self.layers):
             with capture.watching(layer, flow):
                 flow = layer(flow, context, rows.get(index), None if cache is None else cache.layers[index])
@@ -315,13 +321,17 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
 class CausalHead:
     """Logits and loss on top of a model's output, for the classes with a head."""
 
-    def _add_head(self, outputs: Dsv4ModelOutput, labels, logits_to_keep, num_items_in_batch=None):
-        """Return logits of the kept positions, the loss if there are labels, and the model's optional outputs."""
+    def _add_head(self, outputs: Dsv4ModelOutput, labels, logits_to_keep, num_items_in_batch=None, shift_labels=None):
+        """Return logits of the kept positions, the loss if there are labels, and the model's optional outputs.
+
+        `shift_labels` `[B, S]` are labels already shifted, as sequence parallelism passes them; they win over `labels`.
+        """
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, keep])
         loss = None
-        if labels is not None:
-            options = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
+        if labels is not None or shift_labels is not None:
+            options = {"num_items_in_batch": num_items_in_batch, "shift_labels": shift_labels}
+            options = {name: value for name, value in options.items() if value is not None}
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **options)
         return Dsv4CausalLMOutput(
             loss=loss,

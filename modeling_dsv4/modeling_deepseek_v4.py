@@ -94,6 +94,7 @@ class Dsv4ForCausalLM(CausalHead, Dsv4PreTrainedModel, Dsv4GenerationMixin):
             num_items_in_batch (*optional*): labels of the whole batch, when this call is a part of it; divides the loss.
         """
         with_mtp = labels is not None and self.training and self.config.has_mtp
+        shift_labels = kwargs.pop("shift_labels", None)
         if with_mtp:
             self._check_mtp(input_ids, cache)
         outputs = self.model(
@@ -105,7 +106,7 @@ class Dsv4ForCausalLM(CausalHead, Dsv4PreTrainedModel, Dsv4GenerationMixin):
             use_cache=use_cache,
             **(kwargs | {"return_dict": True, "output_streams": with_mtp}),
         )
-        result = self._add_head(outputs, labels, logits_to_keep, num_items_in_batch)
+        result = self._add_head(outputs, labels, logits_to_keep, num_items_in_batch, shift_labels)
         if with_mtp:
             result.mtp_loss = self._mtp_loss(outputs.streams, input_ids, attention_mask, labels, num_items_in_batch)
             result.loss = result.loss + self.config.mtp_loss_weight * result.mtp_loss

@@ -176,13 +176,14 @@ class Dsv41Model(Dsv4PreTrainedModel):
     ) -> torch.Tensor:
         """Given or token embeddings `[B, S, H]` with the image positions overwritten."""
         embeds = self.language_model.embed_tokens(input_ids) if embeds is None else embeds
-        places = input_ids == self.config.image_token_id
+        image = self.config.image_token_id
+        places = torch.zeros_like(input_ids, dtype=torch.bool) if image is None else input_ids == image
         count = int(places.sum())
         spans = [] if encoded is None else list(encoded.pooler_output)
         given = sum(len(span) for span in spans)
         if count != given:
             raise ValueError(
-                f"input_ids has {count} image positions (id {self.config.image_token_id}) and the images have {given} "
+                f"input_ids has {count} image positions (id {image}) and the images have {given} "
                 "embeddings; accepted: as many of one as of the other."
             )
         if not count:
@@ -230,6 +231,7 @@ class Dsv41ForCausalLM(CausalHead, Dsv4PreTrainedModel, Dsv4GenerationMixin):
             logits_to_keep (`int` or index tensor, *optional*, defaults to 0): last positions with logits, 0 = all.
             num_items_in_batch (*optional*): labels of the whole batch, when this call is a part of it; divides the loss.
         """
+        shift_labels = kwargs.pop("shift_labels", None)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -239,7 +241,7 @@ class Dsv41ForCausalLM(CausalHead, Dsv4PreTrainedModel, Dsv4GenerationMixin):
             use_cache=use_cache,
             **(kwargs | {"return_dict": True}),
         )
-        return self._add_head(outputs, labels, logits_to_keep, num_items_in_batch)
+        return self._add_head(outputs, labels, logits_to_keep, num_items_in_batch, shift_labels)
 
 
 class Dsv41ForConditionalGeneration(CausalHead, Dsv4PreTrainedModel, Dsv4GenerationMixin):
@@ -282,6 +284,7 @@ class Dsv41ForConditionalGeneration(CausalHead, Dsv4PreTrainedModel, Dsv4Generat
         **kwargs,
     ) -> Dsv4CausalLMOutput:
         r"""Run the model; images as in `Dsv41Model`, everything else as in `Dsv41ForCausalLM`."""
+        shift_labels = kwargs.pop("shift_labels", None)
         outputs = self.model(
             input_ids=input_ids,
             pixel_values=pixel_values,
@@ -295,7 +298,7 @@ class Dsv41ForConditionalGeneration(CausalHead, Dsv4PreTrainedModel, Dsv4Generat
             mm_encoder_outputs=mm_encoder_outputs,
             **(kwargs | {"return_dict": True}),
         )
-        return self._add_head(outputs, labels, logits_to_keep, num_items_in_batch)
+        return self._add_head(outputs, labels, logits_to_keep, num_items_in_batch, shift_labels)
 
 
 for _model_class in (Dsv41TextModel, Dsv41Model, Dsv41ForCausalLM, Dsv41ForConditionalGeneration):

@@ -106,7 +106,11 @@ class Dsv4TopKRouter(nn.Module):
         }
 
     def forward(
-        self, x: torch.Tensor, image_mask: torch.Tensor | None = None, input_ids: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        image_mask: torch.Tensor | None = None,
+        input_ids: torch.Tensor | None = None,
+        token_mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         r"""Route tokens.
 
@@ -114,6 +118,8 @@ class Dsv4TopKRouter(nn.Module):
             x (`torch.Tensor` of shape `[N, H]`).
             image_mask (`torch.Tensor` of shape `[N]`, bool, *optional*): positions of image spans.
             input_ids (`torch.Tensor` of shape `[N]`, int64): token ids; read by hash routing alone.
+            token_mask (`torch.Tensor` of shape `[N]`, bool, *optional*): real tokens; changes nothing here, and tells
+                whoever counts the load of the experts which rows are padding.
 
         Returns:
             logits (`[N, E]`), weights (`[N, k]`), both float32 or wider, and indices (`[N, k]`, int64).
@@ -240,7 +246,11 @@ class Dsv4SparseMoeBlock(nn.Module):
         self.shared_experts = Dsv4MLP(config.hidden_size, config.moe_intermediate_size, config.swiglu_limit)
 
     def forward(
-        self, x: torch.Tensor, image_mask: torch.Tensor | None = None, input_ids: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        image_mask: torch.Tensor | None = None,
+        input_ids: torch.Tensor | None = None,
+        token_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         r"""Map `[B, S, H]` to `[B, S, H]`, dtype of `x`.
 
@@ -248,9 +258,10 @@ class Dsv4SparseMoeBlock(nn.Module):
             x (`torch.Tensor` of shape `[B, S, H]`).
             image_mask (`torch.Tensor` of shape `[B, S]`, bool, *optional*): positions of image spans.
             input_ids (`torch.Tensor` of shape `[B, S]`, int64, *optional*): token ids, for hash routing.
+            token_mask (`torch.Tensor` of shape `[B, S]`, bool, *optional*): real tokens, for whoever counts loads.
         """
         flat = x.flatten(0, 1)
-        masks = (None if t is None else t.flatten() for t in (image_mask, input_ids))
+        masks = (None if t is None else t.flatten() for t in (image_mask, input_ids, token_mask))
         _, weights, indices = self.gate(flat, *masks)
         # Routed experts first, then the shared one, in one float32 sum (contract section 7).
         out = self.experts(flat, weights, indices) + wide(self.shared_experts(flat))

@@ -190,7 +190,10 @@ class ReleasedCheckpoint:
         unused = sorted(self.tensors.keys() - wanted)
         if unused:
             listed = ", ".join(_where(self.entries[name]) for name in unused[:5])
-            raise ValueError(f"{len(unused)} tensors belong to weights that are stored in another form: {listed}.")
+            raise ValueError(
+                f"{len(unused)} tensors have no use (more experts than the config has, or a second form of a weight): "
+                f"{listed}."
+            )
 
     def _check(self, name: str, shape: list[int], dtype: torch.dtype, ignore_shape: bool = False) -> None:
         """Raise unless the stored tensor can fill `shape` and `dtype`."""

@@ -155,6 +155,8 @@ class Dsv41VisionTower(nn.Module):
         self.patch_embed = nn.Linear(3 * config.patch_size**2, config.hidden_size)
         self.layers = nn.ModuleList([Dsv41VisionLayer(config) for _ in range(config.num_hidden_layers)])
         self.norm = Dsv4RMSNorm(config.hidden_size, VISION_NORM_EPS)
+        # Before the learning rate decays, only the final norm and the projector train (V4.1 report section 2.5).
+        self.freeze_vision = False
 
     def forward(self, pixel_values: torch.Tensor, image_grid_hw: torch.Tensor) -> torch.Tensor:
         r"""Encode the patches of all images.
@@ -166,10 +168,13 @@ class Dsv41VisionTower(nn.Module):
         Returns:
             `torch.Tensor` of shape `[P, V]`.
         """
-        x = self.patch_embed(pixel_values.flatten(1).to(self.patch_embed.weight.dtype))
-        angles, sizes = patch_angles(image_grid_hw, self.head_dim, self.theta), image_grid_hw.prod(-1).tolist()
-        for layer in self.layers:
-            x = layer(x, angles, sizes)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.freeze_vision):
+            x = self.patch_embed(pixel_values.flatten(1).to(self.patch_embed.weight.dtype))
+            # The grid may still be on the host.
+            angles = patch_angles(image_grid_hw, self.head_dim, self.theta).to(x.device)
+            sizes = image_grid_hw.prod(-1).tolist()
+            for layer in self.layers:
+                x = layer(x, angles, sizes)
         return self.norm(x)
 
 

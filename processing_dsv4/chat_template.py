@@ -14,6 +14,7 @@ where a template cannot:
 Token ids made from a rendered string are not safe: whoever writes a control token into a message gets one.
 """
 
+import functools
 import json
 
 from .prompt_constants import (
@@ -196,6 +197,7 @@ _BODY = """
 """
 
 
+@functools.cache
 def build_chat_template(version: str = "v41") -> str:
     """Return the Jinja template of a prompt format.
 

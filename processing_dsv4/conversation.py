@@ -10,7 +10,7 @@ ids either; results then belong to the calls in their order.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .json_text import parse_json, to_json_value
+from .json_text import check_text, parse_json, to_json_value
 
 ROLES = ("system", "user", "assistant", "tool", "latest_reminder")
 IMAGE_DETAILS = ("low", "high", "original", "auto")
@@ -108,13 +108,14 @@ def _assistant(message: Mapping, content, where: str) -> Message:
     reasoning = next((message[key] for key in _REASONING_KEYS if message.get(key) is not None), None)
     if reasoning is not None and not isinstance(reasoning, str):
         raise ValueError(f"{where}['reasoning_content'] must be a string or None, got {type(reasoning).__name__}")
+    check_text(reasoning or "", f"{where}['reasoning_content']")
     calls = tuple(_call(call, f"{where}['tool_calls'][{i}]") for i, call in enumerate(calls or ()))
     return Message(role="assistant", parts=parts, reasoning=reasoning, calls=calls)
 
 
 def _parts(content, where: str) -> tuple:
     if isinstance(content, str):
-        return (content,)
+        return (check_text(content, f"{where}['content']"),)
     if not isinstance(content, (list, tuple)):
         raise ValueError(f"{where}['content'] must be a string or a list of parts, got {type(content).__name__}")
     return tuple(_part(part, f"{where}['content'][{index}]") for index, part in enumerate(content))
@@ -125,7 +126,7 @@ def _part(part, where: str):
     if kind == "text":
         if not isinstance(part.get("text"), str):
             raise ValueError(f"{where}['text'] must be a string, got {part.get('text')!r}")
-        return part["text"]
+        return check_text(part["text"], f"{where}['text']")
     if kind == "image":
         sources = [part[key] for key in IMAGE_SOURCE_KEYS if part.get(key) is not None]
         if len(sources) > 1:
@@ -171,7 +172,7 @@ def _call(call, where: str) -> ToolCall:
         arguments = _object_or_text(arguments)
     else:
         raise ValueError(f"{where}['function']['arguments'] must be a dict or a JSON text, got {arguments!r}")
-    return ToolCall(id=call_id, name=function["name"], arguments=arguments)
+    return ToolCall(id=call_id, name=check_text(function["name"], f"{where}['function']['name']"), arguments=arguments)
 
 
 def _object_or_text(text: str) -> dict | str:

@@ -17,13 +17,9 @@ from .image_layout import (
     plan_resize,
     unshuffle_index,
 )
-from .image_sources import MAX_BYTES, MAX_IMAGES, MAX_SIDE, array_to_pil, open_image
+from .image_sources import MAX_BYTES, MAX_IMAGES, MAX_SIDE, open_image
 
-# Where a saved folder finds the classes. Every instance states it, so that saved and loaded settings are the same.
-AUTO_MAP = {
-    "AutoImageProcessor": "image_processing_deepseek_v41.Dsv41ImageProcessor",
-    "AutoProcessor": "processing_deepseek_v41.Dsv41Processor",
-}
+_MODULE = "image_processing_deepseek_v41"
 
 DETAILS = ("low", "high", "original", "auto")
 COLOR_RULES = ("api", "reference")
@@ -116,11 +112,6 @@ class Dsv41ImageProcessor(PilBackend):
     max_bytes = MAX_BYTES
     max_images = MAX_IMAGES
 
-    def __init__(self, **kwargs):
-        kwargs.pop("auto_map", None)
-        super().__init__(**kwargs)
-        self.auto_map = {"AutoImageProcessor": AUTO_MAP["AutoImageProcessor"]}
-
     @classmethod
     def get_image_processor_dict(cls, pretrained_model_name_or_path, **kwargs):
         """Read the settings; a folder in the released layout has them in the `vision_config` of its config.json."""
@@ -134,6 +125,10 @@ class Dsv41ImageProcessor(PilBackend):
         unused = ("cache_dir", "force_download", "proxies", "token", "local_files_only", "revision", "subfolder")
         rest = {key: value for key, value in kwargs.items() if key not in unused and not key.startswith("_")}
         return {key: vision[key] for key in _VISION_KEYS if vision.get(key) is not None}, rest
+
+    def to_dict(self) -> dict:
+        # Always the own entry and no other, so that saved and loaded settings are the same, alone and in a processor.
+        return {**super().to_dict(), "auto_map": {"AutoImageProcessor": f"{_MODULE}.{type(self).__name__}"}}
 
     def fetch_images(self, image_url_or_urls):
         """Open images, or lists of them, as PIL images."""
@@ -170,17 +165,20 @@ class Dsv41ImageProcessor(PilBackend):
         size = low_detail_size(height, width) if detail == "low" else (height, width)
         return size, plan_resize(*size, **{key: settings[key] for key in _VISION_KEYS})
 
-    def _validate_preprocess_kwargs(self, patch_size=None, downsample_ratio=None, color_rule=None, **kwargs):
-        for name, value in (("patch_size", patch_size), ("downsample_ratio", downsample_ratio)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    def _validate_preprocess_kwargs(self, color_rule=None, **kwargs):
+        # A start, one content token, a newline and an end: fewer tokens hold no image.
+        least = {"patch_size": 1, "downsample_ratio": 1, "max_image_tokens": 4, "min_pixels": 0}
+        for name, smallest in least.items():
+            value = kwargs.get(name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
+                raise ValueError(f"{name} must be an integer of at least {smallest}, got {value!r}")
         if color_rule not in COLOR_RULES:
             raise ValueError(f"color_rule must be one of {list(COLOR_RULES)}, got {color_rule!r}")
         if kwargs.get("do_normalize") and (kwargs.get("image_mean") is None or kwargs.get("image_std") is None):
             raise ValueError("do_normalize=True needs image_mean and image_std")
 
     def _preprocess_image_like_inputs(self, images, *args, return_tensors=None, **settings) -> BatchFeature:
-        images = _flatten(images, settings["max_images"])
+        images = flatten_images(images, settings["max_images"])
         details = settings["detail"]
         details = [details or "high"] * len(images) if isinstance(details, str) or details is None else list(details)
         if len(details) != len(images):
@@ -203,10 +201,9 @@ class Dsv41ImageProcessor(PilBackend):
     @staticmethod
     def _opened(image, settings: Mapping):
         channels = settings.get("input_data_format")
-        if channels is not None and not isinstance(image, (Image.Image, str, bytes)):
-            array = image.detach().cpu().float().numpy() if hasattr(image, "detach") else np.asarray(image)
-            image = array_to_pil(array, channels_first=str(getattr(channels, "value", channels)) == "channels_first")
-        return open_image(image, settings["max_side"], settings["max_bytes"], bool(settings["apply_exif_orientation"]))
+        channels_first = None if channels is None else getattr(channels, "value", channels) == "channels_first"
+        upright = bool(settings["apply_exif_orientation"])
+        return open_image(image, settings["max_side"], settings["max_bytes"], upright, channels_first)
 
     def _resized_pixels(self, image, detail: str, settings: Mapping) -> np.ndarray:
         """Return the RGB pixels of the resized image, `[H, W, 3]` uint8."""
@@ -257,8 +254,16 @@ def to_rgb(image, color_rule: str = "api"):
     return image.convert("RGB")
 
 
-def _flatten(images, max_images) -> list:
-    """Bring images, lists of images, batched arrays and lists of lists into one flat list."""
+def flatten_images(images, max_images: int | None = None) -> list:
+    """Bring images, lists of images, batched arrays and lists of lists into one flat list.
+
+    Args:
+        images (`ImageInput`): one image, a list of images (one request), or a list with a list for each request.
+        max_images (`int`, *optional*): limit of the images of one request; None: no limit.
+
+    Raises:
+        ValueError: if there is no image at all, or a request has too many.
+    """
     if hasattr(images, "shape") and len(images.shape) == 4:
         images = list(images)
     if not isinstance(images, (list, tuple)):

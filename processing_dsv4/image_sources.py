@@ -23,16 +23,24 @@ MAX_SIDE = 8192
 MAX_IMAGES = 600
 
 
-def open_image(source, max_side: int | None = MAX_SIDE, max_bytes: int | None = MAX_BYTES, upright: bool = False):
+def open_image(
+    source,
+    max_side: int | None = MAX_SIDE,
+    max_bytes: int | None = MAX_BYTES,
+    upright: bool = False,
+    channels_first: bool | None = None,
+):
     """Open one image.
 
     Args:
         source (`PIL.Image.Image`, `np.ndarray`, `torch.Tensor`, `bytes`, open binary file, `str` or `os.PathLike`):
             Arrays are `[H, W]`, `[H, W, C]` or `[C, H, W]` with 1 to 4 channels, uint8, uint16, bool, or floats from 0
-            to 1. A string is an http(s) URL, a data URL, a path, or base64.
+            to 1. A string is an http(s) URL, a data URL, a path, or base64. What a URL names comes through
+            transformers' loader: in RGB without transparency, and already upright.
         max_side (`int`, *optional*, defaults to 8192): limit of width and height in pixels; None lifts it.
         max_bytes (`int`, *optional*, defaults to 33554432): limit of encoded bytes; None lifts it.
         upright (`bool`, *optional*, defaults to `False`): turn the image as its EXIF orientation says.
+        channels_first (`bool`, *optional*): where an array has its channels; None finds out.
 
     Returns:
         `PIL.Image.Image`, decoded, of any mode; the first frame of an animation in a file.
@@ -41,7 +49,7 @@ def open_image(source, max_side: int | None = MAX_SIDE, max_bytes: int | None = 
         ValueError: for empty, truncated, unsupported and too large images.
         TypeError: for things that are no images.
     """
-    image = _to_pil(source, max_side, max_bytes)
+    image = _to_pil(source, max_bytes, channels_first)
     _check_size(image.width, image.height, max_side)
     try:
         image.load()
@@ -50,7 +58,7 @@ def open_image(source, max_side: int | None = MAX_SIDE, max_bytes: int | None = 
     return ImageOps.exif_transpose(image) if upright else image
 
 
-def _to_pil(source, max_side, max_bytes):
+def _to_pil(source, max_bytes: int | None, channels_first: bool | None):
     if isinstance(source, Image.Image):
         return source
     if isinstance(source, (bytes, bytearray, memoryview)):
@@ -66,7 +74,7 @@ def _to_pil(source, max_side, max_bytes):
         tensor = source.detach().cpu()
         source = (tensor.float() if tensor.is_floating_point() else tensor).numpy()
     if isinstance(source, np.ndarray):
-        return array_to_pil(source)
+        return array_to_pil(source, channels_first)
     raise TypeError(
         "an image must be a PIL image, an array, a tensor, bytes, an open file, a path or a URL, "
         f"got {type(source).__name__}"

@@ -32,10 +32,14 @@ def _refuse_constant(text: str):
     raise ValueError(f"{text} is not JSON")
 
 
-def _check_text(text: str) -> None:
-    # A lone surrogate cannot be encoded, so neither the tokenizer nor the official parser can take it.
+def check_text(text: str, where: str) -> str:
+    """Return `text`, or raise a ValueError if it has a lone surrogate, which neither a tokenizer nor JSON can take."""
     if not text.isascii():
-        text.encode("utf-8")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{where} contains a lone surrogate, which no tokenizer can encode: {text!r}") from error
+    return text
 
 
 def to_json_value(value, where: str, depth: int = 0):
@@ -55,11 +59,7 @@ def to_json_value(value, where: str, depth: int = 0):
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        try:
-            _check_text(value)
-        except UnicodeEncodeError as error:
-            raise ValueError(f"{where} contains a lone surrogate, which no tokenizer can encode: {value!r}") from error
-        return value
+        return check_text(value, where)
     if isinstance(value, int):
         if value in _INT_RANGE:
             return int(value)

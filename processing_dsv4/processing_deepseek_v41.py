@@ -16,14 +16,19 @@ from transformers.processing_utils import (
     VideosKwargs,
 )
 from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
+from transformers.utils import logging
 
 from .chat_encoding import ChatOptions, RenderedPrompt, render_conversation
 from .chat_template import build_chat_template
 from .chat_tokens import PieceEncoder, prepare_tokenizer
 from .image_layout import cell_grid, count_image_tokens
-from .image_processing_deepseek_v41 import AUTO_MAP, Dsv41ImageProcessor, Dsv41ImageProcessorKwargs
+from .image_processing_deepseek_v41 import Dsv41ImageProcessor, Dsv41ImageProcessorKwargs, flatten_images
 from .prompt_constants import ASSISTANT, IMAGE, PROMPT_FORMATS, REMINDER, USER
 from .response_parsing import ResponseStart, ResponseStream, parse_text, read_prompt, read_prompt_parts
+
+logger = logging.get_logger(__name__)
+
+_MODULE = "processing_deepseek_v41"
 
 
 class Dsv41ProcessorKwargs(ProcessingKwargs, total=False):
@@ -81,8 +86,6 @@ class Dsv41Processor(ProcessorMixin):
         if image_processor is None:
             image_processor = Dsv41ImageProcessor()
         prepare_tokenizer(tokenizer, chat_format)
-        self.auto_map = {"AutoProcessor": AUTO_MAP["AutoProcessor"]}
-        image_processor.auto_map = dict(AUTO_MAP)
         self.chat_format = chat_format
         self.image_token = IMAGE
         self.image_token_id = tokenizer.get_added_vocab().get(IMAGE)
@@ -108,6 +111,10 @@ class Dsv41Processor(ProcessorMixin):
             Dsv41ImageProcessor.from_pretrained(pretrained_model_name_or_path, **dict(shared)),
             PreTrainedTokenizerFast.from_pretrained(pretrained_model_name_or_path, **dict(shared)),
         ]
+
+    def to_dict(self) -> dict:
+        # Also before saving, so that saved and loaded settings are the same.
+        return {**super().to_dict(), "auto_map": {"AutoProcessor": f"{_MODULE}.{type(self).__name__}"}}
 
     # -- text and images -----------------------------------------------------------------------------------------------
 
@@ -137,9 +144,8 @@ class Dsv41Processor(ProcessorMixin):
         text_kwargs, images_kwargs = merged["text_kwargs"], merged["images_kwargs"]
         return_tensors = text_kwargs.pop("return_tensors", None)
         images_kwargs.pop("return_tensors", None)
-        features = {} if images is None else dict(self.image_processor(images, **images_kwargs))
         if text is None:
-            return BatchFeature(features, tensor_type=return_tensors)
+            return BatchFeature(dict(self.image_processor(images, **images_kwargs)), tensor_type=return_tensors)
         texts = [text] if isinstance(text, str) else list(text)
         if not texts or not all(isinstance(item, str) for item in texts):
             raise ValueError("text must be a string or a list of strings")
@@ -148,10 +154,12 @@ class Dsv41Processor(ProcessorMixin):
         rows = [self.tokenizer(item, add_special_tokens=add_special_tokens, **text_kwargs) for item in texts]
         ids = [row["input_ids"] for row in rows]
         extra = {name: [row[name] for row in rows] for name in rows[0] if name not in ("input_ids", "attention_mask")}
-        counts = self._image_token_counts(features, images_kwargs)
+        passed = 0 if images is None else len(flatten_images(images))
         expected = sum(row.count(self.image_token_id) for row in ids)
-        if expected != len(counts):
-            raise ValueError(f"the text has {expected} image tokens ({IMAGE}), but {len(counts)} images were passed")
+        if expected != passed:
+            raise ValueError(f"the text has {expected} image tokens ({IMAGE}), but {passed} images were passed")
+        features = dict(self.image_processor(images, **images_kwargs)) if passed else {}
+        counts = self._image_token_counts(features, images_kwargs)
         return self._collate(ids, extra, counts, features, pad_options, return_tensors)
 
     def _image_token_counts(self, features: Mapping, images_kwargs: Mapping) -> list[int]:
@@ -185,11 +193,13 @@ class Dsv41Processor(ProcessorMixin):
 
     def _plan_row(self, row: list[int], counts, options: Mapping) -> list[int]:
         """Return which position of a row stands at each position of the expanded and cut row."""
-        plan = []
-        for at, token in enumerate(row):
-            plan.extend([at] * (next(counts) if token == self.image_token_id else 1))
-        limit = options.get("max_length")
-        if not options.get("truncation") or limit is None or len(plan) <= limit:
+        plan = list(range(len(row)))
+        if self.image_token_id in row:
+            plan = []
+            for at, token in enumerate(row):
+                plan.extend([at] * (next(counts) if token == self.image_token_id else 1))
+        limit = options.get("max_length") or self.tokenizer.model_max_length
+        if not options.get("truncation") or len(plan) <= limit:
             return plan
         from_left = self.tokenizer.truncation_side == "left"
         kept, cut = (plan[-limit:], plan[:-limit]) if from_left else (plan[:limit], plan[limit:])
@@ -295,7 +305,8 @@ class Dsv41Processor(ProcessorMixin):
         )
         if not self._is_official(chat_template):
             # Only what was asked for: a template may take a variable that is None for one that is set.
-            template_options = {name: value for name, value in options._asdict().items() if value is not None}
+            defaults = ChatOptions()._asdict()
+            template_options = {name: value for name, value in options._asdict().items() if value != defaults[name]}
             return super().apply_chat_template(
                 conversation,
                 chat_template=chat_template,
@@ -331,8 +342,16 @@ class Dsv41Processor(ProcessorMixin):
         return out if return_dict else out["input_ids"]
 
     def _is_official(self, chat_template: str | None) -> bool:
-        used = self.chat_template if chat_template is None else chat_template
-        return used == build_chat_template(self.chat_format)
+        if chat_template is not None:
+            return chat_template == build_chat_template(self.chat_format)
+        if self.chat_template == build_chat_template(self.chat_format):
+            return True
+        logger.warning_once(
+            "The processor has a chat template of its own, so conversations are rendered by it and not by the official "
+            "encoder, and control tokens in messages are only text with sanitize_control_tokens=True. If this is not "
+            "meant, set processor.chat_template to that of a new Dsv41Processor."
+        )
+        return False
 
     def _encode_prompts(self, prompts: list[RenderedPrompt], kwargs: dict, with_mask: bool, return_tensors):
         beside = kwargs.pop("images", None)
@@ -354,7 +373,10 @@ class Dsv41Processor(ProcessorMixin):
     def _load_images(self, prompts: list[RenderedPrompt], beside, images_kwargs: dict):
         """Process the images of all prompts; parts without a source take the images that were passed beside."""
         parts = [part for prompt in prompts for part in prompt.images]
-        beside = _flat_images(beside)
+        nothing = beside is None or (
+            isinstance(beside, (list, tuple)) and all(_is_empty_list(item) for item in beside)
+        )
+        beside = [] if nothing else flatten_images(beside)
         missing = sum(part.source is None for part in parts)
         if missing != len(beside):
             raise ValueError(f"{missing} image parts name no source, but {len(beside)} images were passed beside them")
@@ -493,12 +515,8 @@ def _plain(message):
     return message
 
 
-def _flat_images(images) -> list:
-    if images is None:
-        return []
-    if isinstance(images, (list, tuple)):
-        return [image for item in images for image in _flat_images(item)]
-    return [images]
+def _is_empty_list(value) -> bool:
+    return isinstance(value, (list, tuple)) and not value
 
 
 def _as_sequences(value) -> tuple[list, bool]:

@@ -65,7 +65,8 @@ def read_prompt_parts(head: str, tail: str, tools=None) -> ResponseStart:
     """As [`read_prompt`], from the text before the first turn and the text after the last answer header."""
     forms = PROMPT_FORMATS.values()
     if head.startswith(BOS):
-        parse_calls = tools != [] and any(form.tools_head in head for form in forms)
+        declined = tools is not None and not tools
+        parse_calls = not declined and any(form.tools_head in head for form in forms)
     else:
         parse_calls = bool(tools) or (tools is None and not head and not tail)
     json_output = any(head.endswith("\n\n" + form.json_object) for form in forms)

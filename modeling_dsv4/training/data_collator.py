@@ -23,6 +23,9 @@ class Dsv4DataCollator:
     Labels that an example does not bring are made from its ids: what an assistant wrote (`learn="assistant"`) or all
     (`learn="all"`), never padding and never image positions. They are not shifted; the model shifts them.
 
+    With a `Trainer`, set `remove_unused_columns=False`: it would take away `messages`, `tools` and `assistant_masks`,
+    which no model has as an argument.
+
     Args:
         processor (`Dsv41Processor` or `PreTrainedTokenizerBase`):
             Gives the pad token and, for conversations and images, the chat format and the image token.

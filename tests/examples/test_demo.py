@@ -28,7 +28,9 @@ def test_the_whole_table(folder, capsys):
         assert "after loading" in rows["resident, anonymous"]
     speeds = [line for line in lines if line.count("tok/s") == 2]
     assert [line.split()[0] for line in speeds] == ["English", "Chinese", "code"]
-    assert sum("  -> " in line for line in lines) == 3
+    photographs = [line for line in lines if line.count(" ms") == 3]
+    assert [line.split()[0] for line in photographs] == ["china.jpg", "flower.jpg"]
+    assert sum("  -> " in line for line in lines) == 3 + 2
     assert not any("random" in line for line in lines)  # only its own checkpoint is known to be noise
 
 

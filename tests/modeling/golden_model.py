@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from modeling_dsv4 import Dsv4QuantizationConfig, Dsv41ForCausalLM, attention
-from modeling_dsv4.cache import cache_codecs
 from modeling_dsv4.cache_storage import CacheCodec
 from tests import golden_cases as golden
 from tests.reference import formats, text_model, vision
@@ -146,7 +145,7 @@ class RoundingProbe:
         self._layer, self._calls = None, {}
 
     def __enter__(self):
-        self._patch = pytest.MonkeyPatch()
+        self._patch, self._inner = pytest.MonkeyPatch(), attention.cache_codecs
         self._patch.setattr(attention, "cache_codecs", self._codecs)
         self._hooks = [
             layer.register_forward_pre_hook(lambda module, args: setattr(self, "_layer", module.layer_idx))
@@ -160,7 +159,7 @@ class RoundingProbe:
             hook.remove()
 
     def _codecs(self, config, kv_format="float"):
-        codecs = cache_codecs(config, kv_format)
+        codecs = self._inner(config, kv_format)
         return {part: CacheCodec(self._rounded(part, codec.rounded)) for part, codec in codecs.items()}
 
     def _rounded(self, part, rounded):
@@ -180,12 +179,25 @@ class RoundingProbe:
         return call
 
 
-def single_flip_that_explains(model, case, holds):
+def holds(name, mode, case):
+    """Return a function that says whether an output keeps to the rule of this case."""
+
+    def check(output):
+        try:
+            golden.assert_case(name, mode, case, output)
+        except AssertionError:
+            return False
+        return True
+
+    return check
+
+
+def single_flip_that_explains(model, case, check):
     r"""Find the one code whose other side of the tie makes the case hold.
 
     Args:
         model, case: as in `outputs_of`.
-        holds: function of the outputs, true when the comparison holds.
+        check: from `holds`.
 
     Returns:
         (distance to the tie, site) with distance < `FLOAT32_NOISE`, or `None`.
@@ -194,6 +206,6 @@ def single_flip_that_explains(model, case, holds):
         outputs_of(model, case)
     for distance, site in sorted(probe.near):
         with RoundingProbe(model, moved=site):
-            if holds(outputs_of(model, case)):
+            if check(outputs_of(model, case)):
                 return distance, site
     return None

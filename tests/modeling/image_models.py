@@ -146,6 +146,31 @@ def batch_left(rows, pad=2):
     return joined
 
 
+def logits_of(model, **inputs):
+    """Logits of a forward pass without gradients."""
+    with torch.no_grad():
+        return model(**inputs).logits
+
+
+def vision_parameters(model):
+    """Parameters of tower, projector and delimiters by name."""
+    parts = (".vision_tower.", ".multi_modal_projector.", ".image_")
+    return {name: p for name, p in model.named_parameters() if any(part in name for part in parts)}
+
+
+def decode_case(mode):
+    """The golden generation with an image."""
+    return golden.load_tensors(golden.DECODE_V41 / f"generate_30_image.{mode}.safetensors")
+
+
+def encode(model, inputs):
+    """`mm_encoder_outputs` of some inputs, and the inputs without their pixels."""
+    with torch.no_grad():
+        encoded = model.get_image_features(inputs["pixel_values"], inputs["image_grid_hw"])
+    rest = {name: value for name, value in inputs.items() if name not in ("pixel_values", "image_grid_hw")}
+    return encoded, rest
+
+
 def case_inputs(case):
     """Arguments of `forward` for a golden case with images."""
     inputs = {"input_ids": torch.as_tensor(case["input_ids"]).long()}

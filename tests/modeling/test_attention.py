@@ -212,6 +212,20 @@ def test_padded_rows_equal_their_run_alone(name, split):
             assert (found[b, keep] - expected[0]).abs().max() < 1e-9, b
 
 
+def test_a_padded_query_beyond_the_last_entry_selects_nothing_that_is_not_there():
+    stack = Stack(batch=2, length=6, **SCHEDULES["released"])
+    cache, keep = Dsv4Cache(stack.config), torch.tensor([[1, 1, 1, 0, 0], [0, 1, 1, 1, 1]]).bool()
+    stack.run(slice(0, 1), cache=cache)
+    outputs, states = stack.run(slice(1, 6), keep, cache)
+    counts = [state.entries.count for state in states[1:]]
+    assert all(int(state.selection.max()) < count for state, count in zip(states[1:], counts, strict=True))
+    for b, row in enumerate(keep):
+        real = torch.cat([torch.tensor([True]), row])
+        alone, _ = stack.run(inputs=[x[b : b + 1, real] for x in stack.inputs])
+        for found, expected in zip(outputs, alone, strict=True):
+            assert (found[b, row] - expected[0, 1:]).abs().max() < 1e-9
+
+
 # ---- causality (K3) --------------------------------------------------------------------------------------------------------
 
 

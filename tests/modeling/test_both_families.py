@@ -4,9 +4,10 @@ Tests of whole V4.1 models that ask for nothing of V4.1 alone are collected here
 in place of the fixtures of their own file. The others are parametrised by family.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -215,7 +216,9 @@ def test_k4_the_v4_oracle_is_causal():
         np.testing.assert_allclose(_v4_oracle(model, ids[:length]), whole[:length], atol=1e-12)
 
 
-@pytest.mark.parametrize("changed", V4_SCHEDULES, ids=lambda changed: ",".join(f"{k}={v}" for k, v in changed.items())[:60])
+@pytest.mark.parametrize(
+    "changed", V4_SCHEDULES, ids=lambda changed: ",".join(f"{k}={v}" for k, v in changed.items())[:60]
+)
 def test_k4_other_schedules_of_v4_equal_the_oracle(changed):
     model, ids = _v4_new(**changed), v41.some_ids(1, 33, seed=3)
     expected = _v4_oracle(model, ids[0])
@@ -438,7 +441,9 @@ def test_k8_gradients_of_the_learned_collapse():
     names = [name for name, _ in head.named_parameters()]
 
     def collapsed(streams, *values):
-        return collapse_streams(streams, torch.func.functional_call(head, dict(zip(names, values, strict=True)), (streams,)))
+        return collapse_streams(
+            streams, torch.func.functional_call(head, dict(zip(names, values, strict=True)), (streams,))
+        )
 
     assert torch.autograd.gradcheck(collapsed, (streams.requires_grad_(), *parameters))
 

@@ -170,7 +170,7 @@ HEADER_FAULTS = {  # name: (header, data, declared length or None, words of the 
     "empty object where data is": ({}, b"\0", None, "trailing bytes"),
     "not JSON": (b"{'first': 1}", b"", None, "broken safetensors header"),
     "not UTF-8": (b'{"\xff\xfe": 1}', b"", None, "broken safetensors header"),
-    "a list": (b"[]", b"", None, "broken safetensors header"),
+    "a list": (b"[]", b"", None, "broken safetensors header (it is no object)"),
     "nested too deeply": (b"[" * 100_000, b"", None, "broken safetensors header"),
     "unknown dtype": ({"first": item("F8_E5M2", [1], 0, 1)}, b"\0", None, "first: unknown dtype 'F8_E5M2'"),
     "dtype is no string": ({"first": item(["F32"], [1], 0, 4)}, b"\0" * 4, None, "first"),

@@ -1,13 +1,10 @@
-"""The model with images: goldens, decoding, batches, chunks, causality, errors, gradients, loading and saving."""
+"""The model with images: goldens, decoding, batches, chunks, causality, routing and errors."""
 
 import copy
-import shutil
 
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from modeling_dsv4 import (
@@ -16,9 +13,7 @@ from modeling_dsv4 import (
     Dsv41Config,
     Dsv41ForCausalLM,
     Dsv41ForConditionalGeneration,
-    Dsv41Model,
 )
-from modeling_dsv4.vision import Dsv41VisionAttention
 from tests import golden_cases as golden
 
 from .image_models import (
@@ -26,40 +21,25 @@ from .image_models import (
     IMAGE,
     batch_left,
     case_inputs,
+    decode_case,
+    encode,
     exact_model,
     golden_model,
-    grid_of,
     image_inputs,
     load_golden,
+    logits_of,
     prompt,
-    random_patches,
     record,
     rounding,
     shared_tiny,
     tiny_config,
     tiny_model,
+    vision_parameters,
 )
 
 EXACT = 1e-9  # float64 without rounding: nothing but the order of sums
 # An expert multiplies all its tokens at once, and the last bits of a product depend on how many those are.
 UNMOVED = 1e-12
-
-
-def decode_case(mode):
-    return golden.load_tensors(golden.DECODE_V41 / f"generate_30_image.{mode}.safetensors")
-
-
-def encode(model, inputs):
-    """`mm_encoder_outputs` of some inputs, and the inputs without their pixels."""
-    with torch.no_grad():
-        encoded = model.get_image_features(inputs["pixel_values"], inputs["image_grid_hw"])
-    rest = {name: value for name, value in inputs.items() if name not in ("pixel_values", "image_grid_hw")}
-    return encoded, rest
-
-
-def logits_of(model, **inputs):
-    with torch.no_grad():
-        return model(**inputs).logits
 
 
 def generate(model, inputs, steps, **options):
@@ -132,12 +112,12 @@ def test_golden_generation_with_an_image(mode, kv_format):
 
 @pytest.mark.parametrize("mode, kv_format", [("qdq", "packed"), ("qdq", "float"), ("noqdq", "float")])
 def test_prefill_in_chunks_of_every_size(mode, kv_format):
-    """Sizes 1 to 31 cut the span (positions 3 to 12) at every place; the golden tokens follow."""
+    """The span (positions 3 to 12) is cut at every place; the golden tokens follow."""
     case = decode_case(mode)
     inputs = case_inputs(case)
     length = inputs["input_ids"].shape[1]
-    # Every size for one format; for the others some that cut the span in different ways.
-    sizes = range(1, length + 2) if kv_format == "packed" else (2, 7)
+    # Every size that cuts the span, and those around the whole prompt; for the other formats some.
+    sizes = (*range(1, 14), length - 1, length, length + 1) if kv_format == "packed" else (2, 7)
     with rounding(golden_model(), mode == "qdq") as model:
         for size in sizes:
             out = model.generate(**inputs, **GREEDY, max_new_tokens=2, kv_format=kv_format, prefill_chunk_size=size)
@@ -485,8 +465,16 @@ def test_arguments_that_exclude_each_other():
         model(**inputs, mm_encoder_outputs={"image": encoded})
     with pytest.raises(ValueError):
         model.generate(**inputs, mm_encoder_outputs={"image": encoded}, **GREEDY, max_new_tokens=2)
-    with pytest.raises(ValueError, match="vision_config is None"):
-        Dsv41ForConditionalGeneration(Dsv41Config(text_config=tiny_config().text_config, vision_config=None))
+
+
+@pytest.mark.parametrize("image_token_id", [7, None])
+def test_a_model_without_vision_reads_text_and_refuses_images(image_token_id):
+    config = Dsv41Config(text_config=tiny_config().text_config, vision_config=None, image_token_id=image_token_id)
+    model, inputs = Dsv41ForConditionalGeneration(config).eval(), image_inputs(shared_tiny(), 2, (4, 5), 3)
+    ids = prompt(shared_tiny(), 6)
+    assert model.generate(ids, **GREEDY, max_new_tokens=3).shape == (1, 9) and not vision_parameters(model)
+    with pytest.raises(ValueError, match="without vision_config"):
+        model(**inputs)
 
 
 def test_encoder_outputs_given_by_hand():
@@ -541,188 +529,3 @@ def test_text_alone():
     assert torch.equal(model.generate(ids, **GREEDY, max_new_tokens=5), text.generate(ids, **GREEDY, max_new_tokens=5))
     with torch.no_grad():
         assert torch.equal(model(input_ids=ids, labels=ids).loss, text(input_ids=ids, labels=ids).loss)
-
-
-# ---- gradients ----------------------------------------------------------------------------------------------------------
-
-
-def vision_parameters(model):
-    parts = (".vision_tower.", ".multi_modal_projector.", ".image_")
-    return {name: p for name, p in model.named_parameters() if any(part in name for part in parts)}
-
-
-def loss_of(model, inputs):
-    """Cross entropy of the text after its predecessor, in float64 (the model's own loss is float32)."""
-    labels = inputs["input_ids"].masked_fill(inputs["input_ids"] == model.config.image_token_id, -100)
-    logits = model(**inputs).logits[:, :-1]
-    assert logits.dtype == torch.float64
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
-
-
-def test_gradients_with_images_equal_finite_differences():
-    """Along a random direction of every tensor of tower, projector and delimiters; two rows, three images."""
-    model = tiny_model()
-    inputs = batch_left([image_inputs(model, 2, (4, 5), 2, (3, 3), 5), image_inputs(model, 1, (2, 3), 6, seed=1)])
-    parameters = vision_parameters(model)
-    loss_of(model, inputs).backward()
-    random, step = torch.Generator().manual_seed(0), 1e-5
-    for name, parameter in parameters.items():
-        direction = torch.randn(parameter.shape, generator=random, dtype=torch.float64)
-        direction /= direction.norm()
-        with torch.no_grad():
-            parameter += step * direction
-            above = loss_of(model, inputs)
-            parameter -= 2 * step * direction
-            below = loss_of(model, inputs)
-            parameter += step * direction
-        slope = float((above - below) / (2 * step))
-        assert float((parameter.grad * direction).sum()) == pytest.approx(slope, rel=1e-5, abs=1e-9), name
-        assert float(parameter.grad.abs().max()) > 1e-8, f"{name} gets no gradient"
-    assert len(parameters) == 3 + 3 + 2 * 8 + 4
-
-
-def test_gradient_of_pixels_equals_finite_differences():
-    model = tiny_model()
-    inputs = image_inputs(model, 2, (3, 5), 4)
-    pixels = inputs["pixel_values"].requires_grad_()
-    loss_of(model, inputs).backward()
-    direction = torch.randn(pixels.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    with torch.no_grad():
-        above = loss_of(model, inputs | {"pixel_values": pixels + 1e-5 * direction})
-        below = loss_of(model, inputs | {"pixel_values": pixels - 1e-5 * direction})
-    assert float((pixels.grad * direction).sum()) == pytest.approx(float(above - below) / 2e-5, rel=1e-5)
-
-
-def test_delimiter_gradients_are_sums_over_their_positions():
-    """Newlines of all images share one vector: its gradient is the sum over the positions."""
-    model = tiny_model()
-    inputs = image_inputs(model, 2, (4, 5), 2, (3, 3), 4)
-    encoded, rest = encode(model, inputs)
-    spans = [span.requires_grad_() for span in encoded.pooler_output]
-    given = {"mm_encoder_outputs": {"image": BaseModelOutputWithPooling(pooler_output=spans)}}
-    loss_of(model, rest | given).backward()
-    newlines = spans[0].grad[[4, 8]].sum(0) + spans[1].grad[[3, 6]].sum(0)
-    model.zero_grad()
-    loss_of(model, inputs).backward()
-    torch.testing.assert_close(model.model.image_newline.grad, newlines, atol=1e-12, rtol=0)
-    torch.testing.assert_close(model.model.image_end.grad, spans[0].grad[9] + spans[1].grad[7], atol=1e-12, rtol=0)
-
-
-def test_gradient_checkpointing_of_the_tower(monkeypatch):
-    """K12: equal gradients with and without, of every parameter; the recompute really happens."""
-    calls = []
-    original = Dsv41VisionAttention.forward
-    monkeypatch.setattr(Dsv41VisionAttention, "forward", lambda self, *a: (calls.append(1), original(self, *a))[1])
-    gradients = []
-    for enabled in (False, True):
-        model = tiny_model().train()
-        inputs = image_inputs(model, 2, (4, 5), 2, (3, 3), 4)
-        if enabled:
-            model.gradient_checkpointing_enable()
-        calls.clear()
-        loss_of(model, inputs).backward()
-        assert len(calls) == model.config.vision_config.num_hidden_layers * (2 if enabled else 1)
-        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-    plain, checkpointed = gradients
-    assert plain.keys() == checkpointed.keys() and vision_parameters(model).keys() <= plain.keys()
-    for name in plain:
-        torch.testing.assert_close(checkpointed[name], plain[name], atol=UNMOVED, rtol=0)
-
-
-# ---- loading and saving -------------------------------------------------------------------------------------------------
-
-
-def is_vision(name):
-    return name.startswith(("vision.", "aligner.", "image_"))
-
-
-def stored_tensors(folder):
-    tensors = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        tensors |= load_file(str(file))
-    return tensors
-
-
-@pytest.fixture(scope="module")
-def packed():
-    return load_golden("auto")
-
-
-def test_packed_loading_keeps_vision_as_stored(packed):
-    """With packed weights: BF16 stays BF16, FP32 stays FP32, every bit as in the file."""
-    stored = {name: t for name, t in stored_tensors(golden.CHECKPOINT_V41).items() if is_vision(name)}
-    ours = {packed.weight_names.to_released(name): p for name, p in vision_parameters(packed).items()}
-    assert ours.keys() == stored.keys() and {t.dtype for t in stored.values()} == {torch.bfloat16, torch.float32}
-    for name, tensor in stored.items():
-        assert ours[name].dtype == tensor.dtype and torch.equal(ours[name], tensor), name
-
-
-def test_packed_model_answers_with_an_image(packed):
-    """The packed model computes in BF16 what the float model computes, to the noise that the goldens record."""
-    case = golden.load_case("image")
-    recorded = golden.manifest()["cases"]["image"]["lin8_vs_qdq"]["rms"]
-    logits = logits_of(packed, **case_inputs(case)).float().numpy()
-    errors = (logits[..., case["logits_vocab"]] - case["logits"])[case["attention_mask"].astype(bool)]
-    assert np.sqrt(np.mean(np.square(errors))) <= 1.5 * recorded
-    assert packed.generate(**case_inputs(decode_case("qdq")), **GREEDY, max_new_tokens=3).shape == (1, 33)
-
-
-def test_saving_keeps_every_byte(packed, tmp_path):
-    packed.save_pretrained(tmp_path)
-    shutil.copy(golden.CHECKPOINT_V41 / "tokenizer.json", tmp_path)  # the n-gram hash needs it
-    before, after = stored_tensors(golden.CHECKPOINT_V41), stored_tensors(tmp_path)
-    assert {name for name in before if is_vision(name)} == {name for name in after if is_vision(name)}
-    assert before.keys() - after.keys() == {name for name in before if name.startswith("mtp.")}
-    for name, tensor in after.items():
-        assert tensor.dtype == before[name].dtype, name
-        assert torch.equal(tensor.view(torch.uint8), before[name].view(torch.uint8)), name
-    again = Dsv41ForConditionalGeneration.from_pretrained(tmp_path, dtype="auto").eval()
-    inputs = image_inputs(packed, 2, (4, 5), 3)
-    assert torch.equal(logits_of(packed, **inputs), logits_of(again, **inputs))
-
-
-def test_float_model_saves_and_loads(tmp_path):
-    model = tiny_model(torch.float32)
-    model.save_pretrained(tmp_path)
-    with safe_open(next(tmp_path.glob("*.safetensors")), "pt") as file:
-        assert {"vision.blocks.1.attn.wqkv.bias", "aligner.w2.weight", "image_newline"} <= set(file.keys())
-    again = Dsv41ForConditionalGeneration.from_pretrained(tmp_path).eval()
-    again.config.text_config.cache_rounding = False
-    inputs = image_inputs(model, 2, (4, 5), 3)
-    assert torch.equal(logits_of(model, **inputs), logits_of(again, **inputs))
-    base = Dsv41Model.from_pretrained(tmp_path).eval()
-    base.config.text_config.cache_rounding = False
-    with torch.no_grad():
-        assert torch.equal(base(**inputs).last_hidden_state, model.model(**inputs).last_hidden_state)
-
-
-def test_released_size_and_names():
-    """At the released sizes: 485,268,480 vision parameters (0.485 B), and every name, shape and dtype of the inventory."""
-    released = Dsv41Config(**golden.load_json(golden.GOLDEN / "config_v41_flash.json"))
-    released.text_config.num_hidden_layers, released.text_config.num_nextn_predict_layers = 1, 0
-    for name in ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids", "dspark_target_layer_ids"):
-        setattr(released.text_config, name, [])
-    released.text_config.compress_ratios, released.text_config.candidate_source_layer_id = [0], -1
-    with torch.device("meta"):
-        model = Dsv41ForConditionalGeneration(released).to(torch.bfloat16)
-    found = {model.weight_names.to_released(name): p for name, p in vision_parameters(model).items()}
-    assert sum(p.numel() for p in found.values()) == 485_268_480
-    inventory = golden.load_json(golden.GOLDEN / "tensors_v41_flash.json")["tensors"]
-    expected = {}
-    for entry in inventory:
-        if is_vision(entry["name"]):
-            names = [entry["name"].replace("{b}", str(block)) for block in range(32)]
-            names = dict.fromkeys(names)  # one name without a hole
-            assert len(names) == entry["count"] and entry["dtype"] == "BF16"
-            expected |= dict.fromkeys(names, tuple(entry["shape"]))
-    assert {name: tuple(p.shape) for name, p in found.items()} == expected
-    assert {p.dtype for p in found.values()} == {torch.bfloat16}
-
-
-def test_helpers_count_as_the_contract_does():
-    """rows * (columns + 1) + 2 positions for an image."""
-    model = tiny_model()
-    for rows, columns in [(1, 1), (4, 5), (5, 4), (6, 6)]:
-        count = -(-rows // 2) * (-(-columns // 2) + 1) + 2
-        assert int((prompt(model, 1, (rows, columns)) == model.config.image_token_id).sum()) == count
-    assert random_patches(grid_of((2, 3)), 2).shape == (6, 3, 2, 2)

@@ -214,7 +214,9 @@ def test_packed_equals_dequantised(build, quantize_activations, folders):
             np.testing.assert_allclose(tensor, weights[floats.weight_names.to_released(name)], rtol=1e-7)
     oracle = v4_model.forward(weights, config, ids[0].tolist(), linear_rounding=quantize_activations)
     # Float scales are rounded to float32 once more when they are multiplied.
-    np.testing.assert_allclose(floats(ids).logits[0].detach(), oracle["logits"], atol=EXACT if build == "released" else 1e-5)
+    np.testing.assert_allclose(
+        floats(ids).logits[0].detach(), oracle["logits"], atol=EXACT if build == "released" else 1e-5
+    )
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +242,9 @@ def test_builds_are_saved_as_they_were_read(build, dequantize, folders, tmp_path
     if not dequantize:
         before, after = stored_tensors(folders[build]), stored_tensors(tmp_path)
         assert before.keys() == after.keys()
-        assert not [name for name in before if before[name].dtype.itemsize == 1 and not same_bytes(before[name], after[name])]
+        assert not [
+            name for name in before if before[name].dtype.itemsize == 1 and not same_bytes(before[name], after[name])
+        ]
 
 
 def test_the_vision_variant_loads_its_text_part(tmp_path):

@@ -521,6 +521,9 @@ def test_selections_and_router_logits(model, oracle_run):
     for layer, chosen in out.selections.items():
         assert np.array_equal(np.sort(chosen, -1), np.sort(expected[f"topk.{layer}"], -1))
     plain = run(model, ids)
+    model.config.output_hidden_states = True
+    assert len(run(model, ids).hidden_states) == 9
+    model.config.output_hidden_states = False
     assert plain.hidden_states is None and plain.router_logits is None and plain.selections is None
 
 
@@ -597,6 +600,14 @@ def test_loss_is_the_cross_entropy_of_the_next_token(model, ids):
         torch.testing.assert_close(loss.double(), total / items, atol=1e-4, rtol=1e-6)
 
 
+def test_labels_that_are_shifted_already(model, ids):
+    labels = _labels(ids)
+    shifted = F.pad(labels, (0, 1), value=-100)[:, 1:]
+    expected = run(model, ids, labels=labels).loss
+    assert run(model, ids, shift_labels=shifted).loss == expected
+    assert run(model, ids, labels=ids, shift_labels=shifted).loss == expected
+
+
 def test_one_batch_equals_its_micro_batches():
     """`num_items_in_batch` makes accumulation exact for rows of unequal length."""
     model, ids = new_model(torch.float64).train(), some_ids(2, 12, seed=3)
@@ -661,9 +672,15 @@ def test_gradient_checkpointing_and_caches_exclude_each_other():
     assert isinstance(model.train()(ids, use_cache=True).cache, Dsv4Cache)
 
 
-def test_reentrant_checkpointing_is_refused():
-    with pytest.raises(ValueError, match="use_reentrant is True"):
-        new_model().activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": True})
+def test_reentrant_checkpointing_is_replaced():
+    """The reentrant form would lose every gradient through the tuples that layers hand on."""
+    gradients = []
+    for options in ({"use_reentrant": False}, {"use_reentrant": True}):
+        model, ids = new_model(torch.float64).train(), some_ids(2, 11, seed=3)
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+        model(ids, labels=ids).loss.backward()
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
 
 
 def test_every_parameter_but_the_indexer_learns():

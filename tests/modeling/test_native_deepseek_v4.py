@@ -102,7 +102,14 @@ def test_both_read_each_others_configuration(form, folder):
     native = json.loads(DeepseekV4Config(**released).to_json_string())
     config = Dsv4Config.from_dict(native if form == "transformers" else released)
     theirs = DeepseekV4Config(**json.loads(config.to_json_string()))
-    for key in ("layer_types", "mlp_layer_types", "qk_rope_head_dim", "compress_rates", "sliding_window", "index_topk"):
+    for key in (
+        "layer_types",
+        "mlp_layer_types",
+        "qk_rope_head_dim",
+        "compress_rates",
+        "sliding_window",
+        "index_topk",
+    ):
         assert getattr(theirs, key) == getattr(DeepseekV4Config(**released), key), key
 
 
@@ -137,7 +144,13 @@ def test_left_padded_rows_equal_their_runs_alone(ours, native):
 def test_left_padded_generation_equals_the_rows_alone(ours, native, num_beams):
     rows = [tiny.some_ids(1, n, seed=n)[0] for n in ROWS]
     ids, mask = left_padded(rows)
-    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD, "num_beams": num_beams}
+    options = {
+        "max_new_tokens": 8,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": PAD,
+        "num_beams": num_beams,
+    }
     alone = [ours.generate(row[None], **options)[0, len(row) :] for row in rows]
     got = ours.generate(ids, attention_mask=mask, **options)[:, ids.shape[1] :]
     assert torch.equal(got, torch.stack(alone))

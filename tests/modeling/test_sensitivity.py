@@ -21,7 +21,14 @@ from tests.reference import engram as oracle_engram
 from tests.reference import text_model
 
 # Cheap cases first; a mistake counts as caught at the first case that fails.
-CASES = [("text_3", "qdq"), ("text_17", "qdq"), ("padded", "qdq"), ("text_100", "noqdq"), ("image", "qdq")]
+CASES = [
+    ("text_3", "qdq"),
+    ("text_17", "qdq"),
+    ("padded", "qdq"),
+    ("text_100", "noqdq"),
+    ("image", "qdq"),
+    ("text_100", "qdq"),
+]
 OUT_OF_SCOPE = {
     "aligner_gelu_tanh": "the projector of the vision tower",
     "aligner_patch_major": "the projector of the vision tower",
@@ -254,19 +261,25 @@ NO_EFFECT_HERE = {"first_pre_mix_uniform": _uniform_first_pre}
 
 
 def _failing_case(model, only=None):
-    """Return the first case (or the case `only`) that the (mutated) model fails, with what the comparison said."""
-    for name, mode in CASES if only is None else []:
+    """Return the first case (or the case `only`) that the (mutated) model fails, with what the comparison said.
+
+    A difference that one code at its rounding tie explains is no failure: it says nothing about the model.
+    """
+    for name, mode in [*CASES, ("text_17_smallembed", "qdq")]:
+        if only not in (None, name):
+            continue
         case = golden.load_case(name, mode)
+        if name == "text_17_smallembed":
+            model.get_input_embeddings().weight.data.mul_(2.0**-11)
         with released.rounding(model, mode != "noqdq"):
             output = released.outputs_of(model, case)
-        try:
-            golden.assert_case(name, mode, case, output)
-        except AssertionError as error:
-            return name, str(error).split(": ", 1)[1].split(";")[0]
-    case = golden.load_case("text_17_smallembed")
-    model.get_input_embeddings().weight.data.mul_(2.0**-11)
-    error = golden.logit_errors(case, released.outputs_of(model, case)["logits"]).max()
-    return ("text_17_smallembed", f"logits differ by {error:.1e}") if error > golden.LOGIT_BOUND["qdq"] else None
+            try:
+                golden.assert_case(name, mode, case, output)
+            except AssertionError as error:
+                check = released.holds(name, mode, case)
+                if mode == "noqdq" or released.single_flip_that_explains(model, case, check) is None:
+                    return f"{name} {mode}", str(error).split(": ", 1)[1].split(";")[0]
+    return None
 
 
 def test_the_list_is_complete():
@@ -329,6 +342,7 @@ def test_image_positions_against_the_oracle(mistake, model, monkeypatch):
     monkeypatch.setattr(model.config.text_config, "cache_rounding", False)
     if mistake is not None:
         MISTAKES[mistake](model, monkeypatch)
-    error = np.abs(released.outputs_of(model, case)["logits"] - expected).max()
+    with released.rounding(model, False):
+        error = np.abs(released.outputs_of(model, case)["logits"] - expected).max()
     assert error < 1e-4 if mistake is None else error > 1e-2
     print(f"{mistake or 'as it is'}: logits differ by {error:.1e} from the oracle")

@@ -79,7 +79,10 @@ def base_variant():
             torch.randn(shape, generator=generator) * shape[1] ** -0.5, block_size=(128, 128)
         )
         # Any float may be a scale here, so that powers of two do not hide a wrong one.
-        tensors[weight], tensors[name] = values, scale.float() * (0.8 + 0.4 * torch.rand(scale.shape, generator=generator))
+        tensors[weight], tensors[name] = (
+            values,
+            scale.float() * (0.8 + 0.4 * torch.rand(scale.shape, generator=generator)),
+        )
     folder.config.pop("expert_dtype")
     folder.config["quantization_config"].pop("scale_fmt")
     return folder
@@ -121,7 +124,9 @@ def outputs_of(model, ids, **options):
             handle.remove()
     record |= {"logits": out.logits, "final_hidden": out.hidden_states[-1]}
     record |= {f"topk.{layer}": chosen for layer, chosen in out.selections.items()}
-    return {name: (value.float() if value.dtype == torch.bfloat16 else value).numpy() for name, value in record.items()}
+    return {
+        name: (value.float() if value.dtype == torch.bfloat16 else value).numpy() for name, value in record.items()
+    }
 
 
 def tiny_config(**changes):

@@ -91,6 +91,8 @@ def test_refused_parts(part):
         [{"role": "assistant", "content": "x", "reasoning_content": 3}],
         [{"role": "assistant", "content": "x", "tool_calls": []}],
         [{"role": "assistant", "content": [{"type": "image", "image": "x"}]}],
+        [{"role": "user", "content": "\ud800"}],
+        [{"role": "assistant", "content": "a", "reasoning_content": "\udfff"}],
     ],
 )
 def test_refused_messages(bad):

@@ -301,7 +301,7 @@ def test_mask_of_the_template_agrees(processor):
 
 
 def test_mask_with_a_custom_template(processor):
-    template = "{{ messages[0].content }}{% generation %}{{ messages[1].content }}{% endgeneration %}!"
+    template = "{{ messages[0].content }}<think>{% generation %}{{ messages[1].content }}{% endgeneration %}<think>"
     messages = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "some answer"}]
     out = processor.apply_chat_template(
         [messages, messages[:1] + [{"role": "assistant", "content": "no"}]],
@@ -337,6 +337,9 @@ def test_custom_templates(processor):
     assert processor.apply_chat_template([USER], chat_template=template, enable_thinking=False) == "x|False|True"
     custom = Dsv41Processor(tokenizer=processor.tokenizer, chat_template="{{ messages[0].content }}!")
     assert custom.apply_chat_template([USER]) == "x!"
+    assert custom.apply_chat_template([USER], chat_template=processor.chat_template) == (
+        processor.apply_chat_template([USER])
+    )
     assert custom.apply_chat_template([USER], tokenize=True)[0] == processor.tokenizer.encode(
         "x!", add_special_tokens=False
     )

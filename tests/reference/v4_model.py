@@ -153,7 +153,11 @@ class Row:
     def site(self, name, norm, streams, sublayer, sub_name, layer):
         """Item 4: a site reads with the mix that it predicts itself from the same streams."""
         fn, base, scale = (self.weights[f"{name}_{part}"] for part in ("fn", "base", "scale"))
-        options = {"iterations": self.config["hc_sinkhorn_iters"], "hc_eps": self.config["hc_eps"], "norm_eps": self.eps}
+        options = {
+            "iterations": self.config["hc_sinkhorn_iters"],
+            "hc_eps": self.config["hc_eps"],
+            "norm_eps": self.eps,
+        }
         made = [mhc.coefficients(h, fn, base, scale, **options) for h in streams]
         x = np.array([mhc.collapse(h, pre) for h, (pre, _, _) in zip(streams, made, strict=True)])
         output = sublayer(sub_name, layer, self.norm(norm, x))
@@ -240,7 +244,9 @@ class Row:
             else:
                 chosen, weights = experts.route(x[t], gate, self.weights[f"{name}.gate.bias"], count, factor)
             for e, weight in sorted(zip(chosen, weights, strict=True)):
-                output[t] += experts.expert(x[t], *self.matrices(f"{name}.experts.{e}"), limit, weight, self.round_input)
+                output[t] += experts.expert(
+                    x[t], *self.matrices(f"{name}.experts.{e}"), limit, weight, self.round_input
+                )
             output[t] += experts.expert(
                 x[t], *self.matrices(f"{name}.shared_experts"), limit, round_input=self.round_input
             )
