@@ -132,7 +132,7 @@ def _bfloat16_model():
 
 
 @pytest.mark.parametrize("linear_rounding", [False, True])
-@pytest.mark.parametrize("length", [1, 3, 4, 5, 17, 33, 70])
+@pytest.mark.parametrize("length", [1, 4, 5, 17, 70])
 def test_with_rounding_the_oracle_decides(length, linear_rounding):
     """Cache rounding, and the FP8 rounding of layer inputs as a packed model does it."""
     weights, config = golden_oracle()
