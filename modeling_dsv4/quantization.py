@@ -156,7 +156,8 @@ def loaded_dtype(name: str, stored: torch.dtype, expected: torch.dtype) -> torch
     """
     if stored == expected:
         return stored
-    if stored in PACKED_DTYPES or expected in PACKED_DTYPES or not stored.is_floating_point:
+    floats = stored.is_floating_point and expected.is_floating_point  # a table of ids is not a table of numbers
+    if stored in PACKED_DTYPES or expected in PACKED_DTYPES or not floats:
         raise ValueError(f"{name} is stored as {stored}; accepted: {expected}.")
     if stored == torch.float32 and expected.itemsize < 4 and WIDE_NAMES.search(name):
         return stored

@@ -178,13 +178,14 @@ def test_size_is_met_by_more_and_wider_experts(tmp_path):
     assert Dsv41Config.from_pretrained(folder).text_config.n_routed_experts > 8
 
 
+@pytest.mark.parametrize("small", [tiny._small_v41, tiny._small_v4])
 @pytest.mark.parametrize("size", ["50MB", "600MB", "2GB", "40GB"])
-def test_planned_sizes_are_close_for_any_size(size):
-    wanted = parse_size(size)
-    config = tiny._tiny_config(tiny.small_tokenizer_files(), real=False, wanted_bytes=wanted)
+def test_planned_sizes_are_close_for_any_size(size, small):
+    wanted, files = parse_size(size), tiny.small_tokenizer_files()
+    config = tiny._tiny_config(small(files, real=False), files, wanted_bytes=wanted)
     tensors = released_tensors(config)
     assert tiny._folder_bytes(tensors) == pytest.approx(wanted, rel=0.03)
-    assert config.text_config.n_routed_experts <= tiny.MOST_EXPERTS
+    assert config.get_text_config().n_routed_experts <= tiny.MOST_EXPERTS
     shards = plan_shards(tensors, part=shard_part)
     assert sum(map(len, shards.values())) == len(tensors)
     assert all(payload_bytes({name: tensors[name] for name in names}) <= 2e9 for names in shards.values())
@@ -220,7 +221,7 @@ def test_sizes(text, size):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"family": "v4"}, r"family is 'v4'; accepted until V4 checkpoints are written: v41\."),
+        ({"family": "v3"}, r"family is 'v3'; accepted: v41, v4\."),
         ({"tokenizer": "tiny"}, r"tokenizer is 'tiny'; accepted: small, real\."),
         ({"seed": -1}, r"seed is -1; accepted: an integer >= 0\."),
         ({"seed": 1.5}, r"seed is 1\.5; accepted: an integer >= 0\."),

@@ -3,13 +3,14 @@
 import copy
 import hashlib
 import json
+import re
 from collections import Counter
 
 import pytest
 import torch
 from transformers import DeepseekV4Config
 
-from modeling_dsv4 import Dsv4Config, Dsv4ForCausalLM, Dsv4Model, Dsv4QuantizationConfig
+from modeling_dsv4 import Dsv4Config, Dsv4ForCausalLM, Dsv4QuantizationConfig
 from modeling_dsv4.configuration_common import PACKED_METHOD
 from modeling_dsv4.quantization import Dsv4HfQuantizer
 from modeling_dsv4.weight_names import OPTIONAL_PARTS
@@ -135,8 +136,8 @@ def test_base_builds_say_float_scales_and_fp8_experts():
     config = Dsv4Config.from_dict(flash_base())
     quantization = Dsv4QuantizationConfig.from_dict(config.quantization_config)
     assert (quantization.scale_fmt, quantization.expert_dtype, config.expert_dtype) == ("float", None, None)
-    model = meta_model("base")
-    experts = model.model.layers[5].mlp.experts
+    model = meta_model("base", num_hidden_layers=4)
+    experts = model.model.layers[3].mlp.experts
     assert experts.expert_dtype == "fp8"
     assert {t.dtype for t in model.state_dict().values()} == {
         torch.bfloat16, torch.float32, torch.int64, torch.float8_e4m3fn,
@@ -236,15 +237,19 @@ def test_unknown_layer_types_are_named():
 # ---- the released models, without memory ---------------------------------------------------------------------------------------
 
 
-def meta_model(variant, model_class=Dsv4ForCausalLM):
-    """A released configuration, packed as a load packs it, on the meta device."""
-    config = Dsv4Config.from_dict(VARIANTS[variant]())
+def meta_model(variant, num_hidden_layers=None):
+    """A released configuration (its first layers), packed as a load packs it, on the meta device."""
+    released = VARIANTS[variant]()
+    if num_hidden_layers is not None:
+        released |= {"num_hidden_layers": num_hidden_layers}
+        released["compress_ratios"] = released["compress_ratios"][:num_hidden_layers]
+    config = Dsv4Config.from_dict(released)
     quantization = Dsv4QuantizationConfig.from_dict(config.quantization_config)
     previous = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("meta"):
-            model = model_class(config)
+            model = Dsv4ForCausalLM(config)
     finally:
         torch.set_default_dtype(previous)
     Dsv4HfQuantizer(quantization, pre_quantized=True).preprocess_model(model=model, dtype=torch.bfloat16)
@@ -287,13 +292,8 @@ def test_released_models_have_exactly_the_inventory(name):
     print(f"{name}: {len(found)} tensors, {backbone / 1e9:.3f} B + MTP {mtp / 1e9:.3f} B")
 
 
-def test_the_base_class_lacks_the_head_only():
-    inventory, model = inventory_of("flash"), meta_model("flash", Dsv4Model)
+def test_models_with_a_drafter_leave_it_on_disk():
+    inventory, model = inventory_of("flash"), meta_model("0731", num_hidden_layers=4)
     found = {model.weight_names.to_released(n) for n in model.state_dict()}
-    assert found == {n for n in inventory if not OPTIONAL_PARTS["prediction head"].search(n)}
-
-
-def test_models_without_mtp_leave_it_on_disk():
-    inventory, model = inventory_of("flash"), meta_model("0731")
-    found = {model.weight_names.to_released(n) for n in model.state_dict()}
-    assert found == {n for n in inventory if not n.startswith("mtp.")}
+    assert found == {n for n in inventory if not n.startswith("mtp.") and not re.match(r"layers\.([4-9]|\d\d)\.", n)}
+    assert OPTIONAL_PARTS["drafts"].search("mtp.2.markov_head.embed.weight")

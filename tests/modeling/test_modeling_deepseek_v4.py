@@ -108,16 +108,19 @@ def test_greedy(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_bfloat16(name):
-    """Routes and selections flip in bfloat16, so only the error as a whole is bounded, by that of the producer's own run."""
+    """Where no route and no selection flips, the error is that of the producer's own bfloat16 run; few positions flip."""
     model, case = _bfloat16_model(), case_of(name)
-    logits = tiny.outputs_of(model, ids_of(case))["logits"].astype(np.float64)
-    error = logits[:, case["logits_positions"]][..., case["logits_vocab"]] - case["logits"]
-    rms, bound = (
-        float(np.sqrt((error**2).mean())),
-        1.5 * golden.manifest(golden.CASES_V4)["cases"][name]["bf16_vs_fp32_rms"],
-    )
-    print(f"{name}: rms {rms:.4f}, bound {bound:.4f}")
+    output, mask = tiny.outputs_of(model, ids_of(case)), np.ones(case["input_ids"].shape, bool)
+    flipped = np.zeros(mask.size, bool)
+    for key in (k for k in case if k.startswith(("topk", "router_idx"))):
+        rows = zip(case[key].reshape(mask.size, -1), output[key].reshape(mask.size, -1), strict=True)
+        flipped |= [{j for j in a if j >= 0} != {j for j in b if j >= 0} for a, b in rows]
+    at, bound = case["logits_positions"], 1.5 * golden.manifest(golden.CASES_V4)["cases"][name]["bf16_vs_fp32_rms"]
+    error = (output["logits"][:, at][..., case["logits_vocab"]] - case["logits"])[0].astype(np.float64)
+    rms = float(np.sqrt((error[~flipped[at]] ** 2).mean()))
+    print(f"{name}: rms {rms:.4f}, bound {bound:.4f}, {flipped.sum()} of {mask.size} positions flip")
     assert 0 < rms <= bound
+    assert flipped.mean() <= 0.25
 
 
 @cache
@@ -129,7 +132,7 @@ def _bfloat16_model():
 
 
 @pytest.mark.parametrize("linear_rounding", [False, True])
-@pytest.mark.parametrize("length", [1, 3, 4, 5, 17, 33, 70])
+@pytest.mark.parametrize("length", [1, 4, 5, 17, 70])
 def test_with_rounding_the_oracle_decides(length, linear_rounding):
     """Cache rounding, and the FP8 rounding of layer inputs as a packed model does it."""
     weights, config = golden_oracle()
@@ -159,23 +162,9 @@ WIDE = {
 
 
 @cache
-def wide_model(**changes):
-    """A float64 model with random weights of the sizes above; hash table and selection biases are random too."""
-    model, generator = (
-        Dsv4ForCausalLM(tiny.tiny_config(**(WIDE | changes))).to(torch.float64).eval(),
-        torch.Generator(),
-    )
-    generator.manual_seed(1)
-    for name, tensor in model.state_dict().items():
-        if name.endswith("tid2eid"):
-            rows = torch.rand(tensor.shape[0], model.config.n_routed_experts, generator=generator).argsort(-1)
-            tensor.copy_(rows[:, : tensor.shape[1]])
-            continue
-        size = tensor.shape[-1] ** -0.5 if tensor.ndim > 1 else 0.3
-        random = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
-        mean = 1.0 if name.endswith(("norm.weight", ".scale")) else 0.0
-        tensor.copy_(random * (2.0 if "embed" in name else size) + mean)
-    return model
+def wide_model():
+    """A float64 model of the sizes above that tests share."""
+    return tiny.random_model(**WIDE)
 
 
 @pytest.mark.parametrize("linear_rounding", [False, True])
@@ -337,7 +326,7 @@ def test_loss_by_hand(mtp_model, weight, items):
 
 
 def test_gradient_reaches_the_mtp_layer_and_through_it_the_backbone(mtp_model):
-    ids = tiny.some_ids(2, 14, seed=7)
+    ids = tiny.some_ids(2, 21, seed=7)  # longer than an HCA group
     mtp_model.train().zero_grad()
     out = mtp_model(ids, labels=ids)
     out.mtp_loss.backward()
@@ -402,11 +391,11 @@ def test_the_mtp_layer_is_recomputed_under_checkpointing(mtp_model):
         calls.clear()
         mtp_model.train().zero_grad()
         if checkpointed:
-            mtp_model.gradient_checkpointing_enable()
+            mtp_model.activation_checkpointing_enable()
         hook = mtp_model.model.mtp[0].self_attn.register_forward_hook(lambda *a: calls.append(1))
         mtp_model(ids, labels=ids).loss.backward()
         hook.remove()
-        mtp_model.gradient_checkpointing_disable()
+        mtp_model.activation_checkpointing_disable()
         assert len(calls) == 1 + checkpointed
         grads.append({n: p.grad.clone() for n, p in mtp_model.named_parameters() if p.grad is not None})
     mtp_model.eval().zero_grad()

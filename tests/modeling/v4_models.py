@@ -137,3 +137,35 @@ def tiny_config(**changes):
     config.pop("layer_types")
     config.pop("compress_rates")
     return Dsv4Config(**(config | changes))
+
+
+# Small sizes of the fault-kind tests: both compressions, a selection far smaller than what is visible, hash routing.
+SMALL = {
+    "vocab_size": 128, "num_hidden_layers": 6, "compress_ratios": [0, 4, 16, 4, 16, 4], "num_hash_layers": 2, "index_topk": 2,
+    "n_routed_experts": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 4, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 64,
+    },
+}  # fmt: skip
+
+
+def random_model(dtype=torch.float64, seed=1, **changes):
+    """A model with wide random weights, so that every part matters; hash tables and selection biases are random too."""
+    model = Dsv4ForCausalLM(tiny_config(**changes)).to(torch.float64).eval()
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in model.state_dict().items():
+        if name.endswith("tid2eid"):
+            rows = torch.rand(tensor.shape[0], model.config.n_routed_experts, generator=generator).argsort(-1)
+            tensor.copy_(rows[:, : tensor.shape[1]])
+            continue
+        size = tensor.shape[-1] ** -0.5 if tensor.ndim > 1 else 0.3
+        random = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+        mean = 1.0 if name.endswith(("norm.weight", ".scale")) else 0.0
+        tensor.copy_(random * (2.0 if "embed" in name else size) + mean)
+    return model.to(dtype)
+
+
+@cache
+def small_model(dtype=torch.float64):
+    """A small model that tests share and must not change."""
+    return random_model(dtype, **SMALL)
