@@ -358,6 +358,8 @@ def test_k7_v4_cache_format_equals_the_oracle(width, dtype):
     halves = torch.arange(width) % 16 * 2 + 1  # odd numbers of half steps: ties of E4M3 under a scale of 1
     x[20, :width] = (256 + halves * 16).clamp(max=448).to(dtype)
     x[21] = -x[20]
+    # A power-of-two scale shows only where values are subnormal under it: far below the largest of their block.
+    x[22, :width] = (1.3 * 2.0 ** -(torch.arange(width) / 2)).to(dtype)
     codec = unrotated_fp8(rotary)
     expected = v4_model.round_kv(x.double().numpy(), rotary)
     rounded = codec.rounded(x)
