@@ -119,8 +119,6 @@ def select_candidate_blocks(scores: torch.Tensor, visible: torch.Tensor, *, bloc
     padding = max(-(-scores.shape[-1] // block_size), 1) * block_size - scores.shape[-1]
     padded = torch.nn.functional.pad(scores, (0, padding), value=float("-inf"))
     best = padded.unflatten(-1, (-1, block_size)).amax(-1)
-    if best.shape[-1] == 0:
-        return select_topk(best, k)
     # The position of a padded query may lie beyond the last entry.
     newest = ((visible - 1) // block_size).clamp(0, best.shape[-1] - 1)[..., None]
     pinned = torch.where(visible[..., None] > 0, torch.inf, best.gather(-1, newest).to(torch.float32)).to(best.dtype)

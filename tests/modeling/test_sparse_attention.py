@@ -179,7 +179,7 @@ def test_without_visible_entries_there_are_no_candidates():
 
 def test_no_entries_at_all():
     found = select_candidate_blocks(torch.zeros(1, 3, 0), torch.tensor([[0, 0, 0]]), block_size=4, k=2)
-    assert found.shape == (1, 3, 0)
+    assert found.tolist() == [[[-1], [-1], [-1]]]
 
 
 def test_padded_queries_may_stand_beyond_the_last_entry():
