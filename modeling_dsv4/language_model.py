@@ -331,7 +331,9 @@ class CausalHead:
         loss = None
         if labels is not None or shift_labels is not None:
             if shift_labels is not None:
-                shift_labels = shift_labels.contiguous()  # the loss function views them as one row; a slice is welcome here
+                shift_labels = (
+                    shift_labels.contiguous()
+                )  # the loss function views them as one row; a slice is welcome here
             options = {"num_items_in_batch": num_items_in_batch, "shift_labels": shift_labels}
             options = {name: value for name, value in options.items() if value is not None}
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **options)
