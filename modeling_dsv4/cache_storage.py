@@ -7,7 +7,7 @@ so `packed` and `float` caches produce the same logits. Rings and stores know no
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -186,8 +186,9 @@ class TokenRing:
 
 def _slots_before(parts: tuple[torch.Tensor, ...], stop: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
     """Return the `count` slots of each row before its column `stop` `[B]`; what would lie before column 0 is filler."""
-    columns = (stop[:, None] - count + torch.arange(count, device=stop.device)).clamp(min=0)
-    rows = torch.arange(len(stop), device=stop.device)[:, None]
+    device = parts[0].device  # the layers of a cache may lie on several devices, its counts lie on one
+    columns = (stop.to(device)[:, None] - count + torch.arange(count, device=device)).clamp(min=0)
+    rows = torch.arange(len(stop), device=device)[:, None]
     return tuple(part[rows, columns] for part in parts)
 
 
@@ -209,6 +210,10 @@ class EntryView:
     def count(self) -> int:
         """Columns, the largest number of entries of any row."""
         return self.parts[0].shape[1]
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> EntryView:
+        """Return the view with its parts on `device`, for a layer that lies on another device than the source."""
+        return replace(self, parts=tuple(part.to(device, non_blocking=non_blocking) for part in self.parts))
 
     def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return entries `start` to `stop` of every row, `[B, stop - start, D]`."""

@@ -7,7 +7,7 @@ from how many tokens of the row came before, and every row equals its run alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -61,6 +61,12 @@ class SequenceLayout:
         """Which (shifted) columns hold real tokens, `[B, S]` bool."""
         return torch.arange(self.columns, device=self.new.device) < self.new[:, None]
 
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> SequenceLayout:
+        """Return the layout on `device`; a model that is spread over devices hands it on so."""
+        past, new = (t.to(device, non_blocking=non_blocking) for t in (self.past, self.new))
+        order = None if self.order is None else self.order.to(device, non_blocking=non_blocking)
+        return replace(self, past=past, new=new, order=order)
+
     def shift(self, x: torch.Tensor) -> torch.Tensor:
         """Move the real tokens of `[B, S, ...]` to the front of their rows."""
         return x if self.order is None else _take_columns(x, self.order)
@@ -71,6 +77,7 @@ class SequenceLayout:
 
 
 def _take_columns(x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    columns = columns.to(x.device)  # the last layers may lie on another device than the first
     index = columns.view(*columns.shape, *[1] * (x.ndim - 2)).expand(*columns.shape, *x.shape[2:])
     return x.gather(1, index)
 
