@@ -8,6 +8,7 @@ other keys are kept as they are. What follows from the keys is a property. The m
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import torch
@@ -68,6 +69,7 @@ POSITIVE = int_from(1)
 COUNT = int_from(0)
 TOKEN_ID = optional((lambda v: is_int(v) and v >= 0, "a token id >= 0"))
 TOKEN_IDS = optional((lambda v: TOKEN_ID[0](v) or (isinstance(v, list) and all(is_int(x) for x in v)), "token ids"))
+DIGEST = (lambda v: isinstance(v, str) and re.fullmatch("[0-9a-f]{64}", v) is not None), "64 hexadecimal digits"
 OBJECT = (lambda v: isinstance(v, dict) or hasattr(v, "to_dict")), "an object"
 
 # Keys that every config of transformers has.

@@ -12,6 +12,7 @@ from transformers.configuration_utils import SubConfigSpec
 
 from .configuration_common import (
     COUNT,
+    DIGEST,
     OBJECT,
     POSITIVE,
     TOKEN_ID,
@@ -107,12 +108,14 @@ class Dsv41TextConfig(DecoderConfig):
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
+    engram_token_map_sha256: str | None = None
     gate_temp: float = 1.0
     cache_rounding: bool = True
     output_router_logits: bool = False
 
     WRITTEN_IF_CHANGED = (
         "pad_token_id", "bos_token_id", "eos_token_id", "gate_temp", "cache_rounding", "output_router_logits",
+        "engram_token_map_sha256",
     )  # fmt: skip
 
     # Schedule of the released file; a config that names other depths must name its own schedule.
@@ -138,6 +141,7 @@ class Dsv41TextConfig(DecoderConfig):
         "engram_head_dim": POSITIVE,
         "engram_pad_token_id": COUNT,
         "engram_compressed_vocab_size": POSITIVE,
+        "engram_token_map_sha256": optional(DIGEST),
         "dspark_block_size": POSITIVE,
         "dspark_noise_token_id": COUNT,
         "dspark_target_layer_ids": list_of(0),

@@ -32,7 +32,7 @@ from .host_tensors import host_modules
 from .hyper_connections import Dsv4HyperConnection, Dsv4HyperHead, collapse_streams, first_pre
 from .layers import Dsv4RMSNorm
 from .moe import Dsv4Experts, Dsv4TopKRouter, balanced_token_experts
-from .ngram_hash import Dsv4NgramHash, build_token_map
+from .ngram_hash import Dsv4NgramHash, build_token_map, token_map_digest
 from .released_loading import ReleasedCheckpointMixin
 from .rotary import rotary_frequencies, rotary_table
 from .sequence_layout import SequenceLayout, check_position_ids, read_attention_mask
@@ -173,6 +173,12 @@ class Dsv4PreTrainedModel(ReleasedCheckpointMixin, PreTrainedModel):
         for module in self.modules():
             if isinstance(module, Dsv4NgramHash):
                 module.set_token_map(token_map)
+
+    def _note_token_map(self) -> None:
+        """Put the digest of the token map in use into the config."""
+        for module in self.modules():
+            if isinstance(module, Dsv4NgramHash) and module.token_map is not None:
+                self.config.get_text_config().engram_token_map_sha256 = token_map_digest(module.token_map)
 
 
 class Dsv4LanguageModel(Dsv4PreTrainedModel):

@@ -8,6 +8,7 @@ Sources: V4.1 report section 2.4.2, contract section 8.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 
 import numpy as np
@@ -147,6 +148,11 @@ def build_token_map(tokenizer) -> torch.Tensor:
     return torch.tensor(compressed, dtype=torch.long)
 
 
+def token_map_digest(token_map: torch.Tensor) -> str:
+    """Return the SHA-256 of a token map `[tokens]` (integer) written as little-endian int32, in hexadecimal."""
+    return hashlib.sha256(token_map.cpu().numpy().astype("<i4").tobytes()).hexdigest()
+
+
 def _key(raw, token_id: int, text: str, fold) -> str:
     if "\ufffd" in text:  # half a character: only the token itself tells it from others
         return raw.id_to_token(token_id)
@@ -171,6 +177,7 @@ class Dsv4NgramHash(nn.Module):
         self.reach = config.engram_max_ngram_size
         self.pad_token_id = config.engram_pad_token_id
         self.vocab_size, self.compressed_size = config.vocab_size, config.engram_compressed_vocab_size
+        self.digest = config.engram_token_map_sha256
         self.primes, self.multipliers = engram_primes(config), engram_multipliers(config)
         for layer, rows, sizes in zip(self.layer_ids, config.engram_num_embeddings, self.primes, strict=True):
             needed = sum(map(sum, sizes))
@@ -188,7 +195,8 @@ class Dsv4NgramHash(nn.Module):
             token_map (`[<= vocab_size]`, integer): compressed id of every token id.
 
         Raises:
-            ValueError: if it is larger than the vocabulary or does not have the number of ids the config names.
+            ValueError: if it is larger than the vocabulary, does not have the number of ids the config names, or is not
+                the map whose digest the config has.
         """
         token_map = torch.as_tensor(token_map, dtype=torch.long)
         found = int(token_map.max()) + 1
@@ -196,6 +204,12 @@ class Dsv4NgramHash(nn.Module):
             raise ValueError(
                 f"the tokenizer has {len(token_map)} tokens and {found} compressed ids; accepted: at most "
                 f"{self.vocab_size} tokens and exactly engram_compressed_vocab_size={self.compressed_size} ids."
+            )
+        digest = token_map_digest(token_map)
+        if self.digest not in (None, digest):
+            raise ValueError(
+                f"the tokenizer's token map has SHA-256 {digest}; accepted: engram_token_map_sha256={self.digest}, the map "
+                "that the weights were trained with (set the key to null to use another tokenizer)."
             )
         self.token_map = token_map
 

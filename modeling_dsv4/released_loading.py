@@ -340,11 +340,15 @@ class ReleasedCheckpointMixin:
             raise ValueError(f"{file} does not fit the model: {error}") from error
 
     def save_pretrained(self, *args, **kwargs):
-        """Save in the released layout; a float model is saved without `quantization_config`, which its files lack."""
+        """Save in the released layout; a float model is saved without `quantization_config`, which its files lack.
+
+        The config receives the digest of the Engram token map, so that no other tokenizer is taken for it later.
+        """
         quantization = getattr(self.config, "quantization_config", None)
         ours = hasattr(quantization, "get") and quantization.get("quant_method") == PACKED_METHOD
         if ours and not any(tensor.dtype in PACKED_DTYPES for tensor in self.state_dict().values()):
             del self.config.quantization_config
+        self._note_token_map()
         return super().save_pretrained(*args, **kwargs)
 
 

@@ -318,6 +318,7 @@ BROKEN = {  # path: (value, words of the message beside the key and the value)
     T + "dspark_target_layer_ids": ([40], "layers below 40"),
     T + "dspark_num_experts_per_tok": (129, "at most dspark_n_routed_experts"),
     T + "dspark_noise_token_id": (129280, "below vocab_size"),
+    T + "engram_token_map_sha256": ("c90dfa01", "null or 64 hexadecimal digits"),
     T + "gate_temp": (0, "a number > 0"),
     T + "cache_rounding": ("yes", "true or false"),
     V + "model_type": ("clip", "'deepseek_v41_vision'"),
@@ -467,6 +468,7 @@ PAIRED = {  # keys that need others to stay legal
     "kv_source_layer_ids": {"kv_source_layer_ids": [1, 2, 3], "index_source_layer_ids": [1, 2, 3, 4, 5]},
 }
 UNUSED_AT_FORWARD = {
+    "engram_token_map_sha256": "checked when a token map is set (test_ngram_hash)",
     "num_key_value_heads": "one legal value",
     "hidden_act": "one legal value",
     "attention_bias": "one legal value",

@@ -17,6 +17,7 @@ from modeling_dsv4.ngram_hash import (
     engram_multipliers,
     engram_primes,
     is_prime,
+    token_map_digest,
 )
 from tests import golden_cases as golden
 from tests.reference import engram as oracle
@@ -34,13 +35,16 @@ def _config(**changes):
         "engram_n_heads": 2,
         "engram_pad_token_id": 2,
         "engram_compressed_vocab_size": 331,
+        "engram_token_map_sha256": None,
         "vocab_size": 384,
     }
     return SimpleNamespace(**(values | changes))
 
 
 def _released_config():
-    return SimpleNamespace(**RELEASED["config"], vocab_size=129280)
+    return SimpleNamespace(
+        **RELEASED["config"], vocab_size=129280, engram_token_map_sha256=RELEASED["token_map_sha256_int32_le"]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +122,7 @@ def test_real_token_map(real_map):
     assert real_map.dtype == torch.int64
     assert (len(real_map), int(real_map.max()) + 1) == (129280, 99092)
     digest = hashlib.sha256(real_map.numpy().astype("<i4").tobytes()).hexdigest()
-    assert digest == RELEASED["token_map_sha256_int32_le"]
+    assert digest == token_map_digest(real_map) == RELEASED["token_map_sha256_int32_le"]
     assert real_map[expected["token_map.ids"]].tolist() == expected["token_map.values"].tolist()
     assert int(real_map[2]) == RELEASED["pad_compressed_id"]
 
@@ -166,6 +170,17 @@ def test_wrong_maps_are_refused(small_map):
     hasher.set_token_map(small_map.tolist())
     with pytest.raises(ValueError, match="token map ends at"):
         hasher.compress(torch.tensor([[0, 384]]), None)
+
+
+def test_another_map_of_equal_size_is_refused(small_map):
+    other = small_map.clone()
+    other[[5, 6]] = small_map[[6, 5]]
+    assert not torch.equal(other, small_map) and other.max() == small_map.max()
+    hasher = Dsv4NgramHash(_config(engram_token_map_sha256=token_map_digest(small_map)))
+    with pytest.raises(ValueError, match="engram_token_map_sha256=.*set the key to null"):
+        hasher.set_token_map(other)
+    assert hasher.token_map is None
+    hasher.set_token_map(small_map)
 
 
 def test_the_identity_needs_no_map():
