@@ -35,11 +35,24 @@ def released_tensors(config: Dsv41Config | Dsv4Config) -> dict[str, tuple[tuple[
     Returns:
         `{released name: (shape, dtype)}` in the order of the released shards: vision, embedding, layers, head, draft
         stages, Engram. Shapes are as stored (two FP4 values a byte); E8M0 scales are `float8_e8m0fnu`.
+
+    Raises:
+        ValueError: for another build (FP8 experts, float scales).
     """
+    _refuse_other_builds(config)
     tensors = {}
     for name, shape, dtype in _rows(config):
         tensors[RELEASED_NAMES.to_released(name)] = (shape, dtype)
     return tensors
+
+
+def _refuse_other_builds(config: Dsv41Config | Dsv4Config) -> None:
+    quantization = getattr(config, "quantization_config", None) or {}
+    experts = quantization.get("expert_dtype") or getattr(config, "expert_dtype", None) or "fp4"
+    scales = quantization.get("scale_fmt") or "ue8m0"
+    for key, value, accepted in (("expert_dtype", experts, "fp4"), ("scale_fmt", scales, "ue8m0")):
+        if value != accepted:
+            raise ValueError(f"{key} is {value!r}; accepted: {accepted!r}, the build whose tensors are listed.")
 
 
 def payload_bytes(tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
@@ -85,9 +98,7 @@ def _rows(config: Dsv41Config | Dsv4Config) -> Iterator[Row]:
 
 def _tile(config: Dsv41Config | Dsv4Config) -> tuple[int, int]:
     quantization = getattr(config, "quantization_config", None)
-    if not isinstance(quantization, dict):  # an object of the quantiser, or none
-        quantization = {}
-    return tuple(quantization.get("weight_block_size", (32, 32)))
+    return tuple(quantization.get("weight_block_size", (32, 32)) if quantization is not None else (32, 32))
 
 
 def _ceil(size: int, block: int) -> int:

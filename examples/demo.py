@@ -2,7 +2,7 @@
 print what it costs.
 
     python -m examples.demo                 makes `.demo/v41` once (random weights, the real tokenizer, 86 MB)
-    python -m examples.demo CKPT            the same with any folder in the released layout
+    python -m examples.demo CKPT            the same with any V4.1 folder in the released layout
 
 The passages are English, Chinese and code from files that Python and transformers install (`PASSAGES`), so nothing is
 downloaded; the photographs are in `image_demo`. Sizes are read from the files and from /proc, never assumed.
@@ -31,7 +31,7 @@ from transformers.utils import logging
 from convert.inventory import released_tensors
 from convert.shards import INDEX_NAME
 from convert.tiny import make_tiny
-from examples.image_demo import ask_all, picture_table
+from examples.image_demo import ask_all, picture_table, positive
 from modeling_dsv4 import Dsv4Cache, Dsv41Config, Dsv41ForCausalLM
 from modeling_dsv4.checkpoint_map import map_checkpoint
 
@@ -295,9 +295,9 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m examples.demo", description=" ".join(__doc__.split("\n\n")[0].split())
     )
     parser.add_argument(
-        "checkpoint", nargs="?", metavar="CKPT", help="folder in the released layout (default: make one)"
+        "checkpoint", nargs="?", metavar="CKPT", help="V4.1 folder in the released layout (default: make one)"
     )
-    parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS, metavar="N", help=f"default: {NEW_TOKENS}")
+    parser.add_argument("--new-tokens", type=positive, default=NEW_TOKENS, metavar="N", help=f"default: {NEW_TOKENS}")
     arguments = parser.parse_args(argv)
     logging.disable_progress_bar()
     try:

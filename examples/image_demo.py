@@ -28,6 +28,14 @@ PHOTOGRAPHS = {"china.jpg": "What kind of building is this?", "flower.jpg": "Whi
 NEW_TOKENS = 32
 
 
+def positive(text: str) -> int:
+    """Read a command-line number of 1 or more."""
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
 @dataclass
 class PictureAnswer:
     """What one photograph gave: sizes in pixels, patches and prompt tokens, times in seconds, and the answer."""
@@ -145,7 +153,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the demo; 0 when done, 1 when the folder is no released-layout checkpoint."""
     parser = argparse.ArgumentParser(prog="python -m examples.image_demo", description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", metavar="CKPT", help="folder in the released layout")
-    parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS, metavar="N", help=f"default: {NEW_TOKENS}")
+    parser.add_argument("--new-tokens", type=positive, default=NEW_TOKENS, metavar="N", help=f"default: {NEW_TOKENS}")
     arguments = parser.parse_args(argv)
     logging.disable_progress_bar()
     try:

@@ -24,6 +24,7 @@ from .sequence_layout import SequenceLayout, take_rows_from
 from .sparse_attention import (
     attend_with_sinks,
     expand_blocks,
+    full_precision,
     hadamard_rotate,
     index_scores,
     pool_groups,
@@ -108,7 +109,8 @@ class Dsv4Compressor(nn.Module):
         if self.ratio == 1:
             return NewEntries(self.kv_norm(self.kv_proj(x)), first, counts, total)
         # Keys and gates are float32 from here to the pooled latent.
-        projected = torch.cat([self.kv_proj(wide(x)), self.gate_proj(wide(x))], dim=-1)
+        with full_precision(x):
+            projected = torch.cat([self.kv_proj(wide(x)), self.gate_proj(wide(x))], dim=-1)
         if ring is not None:
             projected = ring.append(projected, layout, keep_extra=keep_extra)
         held = projected.shape[1] - layout.columns
@@ -124,7 +126,6 @@ class Dsv4Compressor(nn.Module):
         projected = F.pad(projected, (0, 0, self.ratio * before, self.ratio))
         start = (first - before) * self.ratio - layout.past + held + self.ratio * before
         count = (width + before) * self.ratio
-        start = start.clamp(max=projected.shape[1] - count)
         return take_rows_from(projected, start, count).unflatten(1, (width + before, self.ratio))
 
     def _pool(self, groups: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
@@ -209,7 +210,10 @@ class Dsv4Indexer(nn.Module):
         # Padding columns continue the count of positions beyond the entries that exist.
         visible = ((layout.position_ids + 1) // self.ratio).clamp(max=keys.count)
         all_keys = keys.read()
-        step = max(1, MAX_TILE_ELEMENTS // max(1, len(x) * keys.count))
+        pooled = candidates.shape[-1] * self.block_size if candidates is not None and self.uses_candidates else 0
+        # In the pool every query has keys of its own; elsewhere they share them.
+        each = pooled * self.head_dim if 0 < pooled < keys.count else keys.count
+        step = max(1, MAX_TILE_ELEMENTS // max(1, len(x) * each))
         selections, pools = [], []
         for tile in _tiles(x.shape[1], step):
             pool = None if candidates is None or not self.uses_candidates else candidates[:, tile]
@@ -328,6 +332,7 @@ class Dsv4Attention(nn.Module):
         columns = self.head_dim * selection.shape[-1] if selection is not None else self.heads * self.window
         if entries is not None and selection is None:
             columns = self.heads * max(entries.count, self.window)
+        everything = entries.read() if entries is not None and selection is None else None
         outputs = []
         for tile in _tiles(length, max(1, MAX_TILE_ELEMENTS // max(1, len(queries) * columns))):
             slots = slice(max(0, held + tile.start - self.window + 1), held + tile.stop)
@@ -336,7 +341,7 @@ class Dsv4Attention(nn.Module):
             if entries is None or entries.count == 0:
                 picked, mask = None, None
             elif selection is None:
-                picked, mask = entries.read(), torch.arange(entries.count, device=visible.device) < visible[..., None]
+                picked, mask = everything, torch.arange(entries.count, device=visible.device) < visible[..., None]
             else:
                 picked, mask = entries.gather(selection[:, tile]), selection[:, tile] >= 0
             outputs.append(attend_with_sinks(*args, picked, mask, self.sinks, scale=self.scale))

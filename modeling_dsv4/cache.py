@@ -76,6 +76,15 @@ class Dsv4CacheLayer(CacheLayerMixin):
         return self._owner.keep_extra(columns)
 
     @property
+    def record_past(self) -> bool:
+        """Whether the cache keeps what a verification of drafts may drop; `generate` switches it off through this."""
+        return self._owner.record_past
+
+    @record_past.setter
+    def record_past(self, value: bool) -> None:
+        self._owner.record_past = value
+
+    @property
     def parts(self) -> list:
         return [self.window] + (self.store.parts if self.store is not None else [])
 
@@ -96,19 +105,19 @@ class Dsv4CacheLayer(CacheLayerMixin):
 
 
 class Dsv4Cache(Cache):
-    r"""Cache of a DeepSeek-V4.1 model, with the whole interface of transformers' `Cache`.
+    r"""Cache of a DeepSeek-V4.1 or V4 model, with the whole interface of transformers' `Cache`.
 
     Invariant after every method: the cache equals one that has only ever seen the tokens it now holds.
 
     Args:
-        config (`Dsv41Config` or `Dsv41TextConfig`): schedule, sizes, rounding.
+        config (`Dsv41Config`, `Dsv41TextConfig` or `Dsv4Config`): schedule, sizes, rounding.
         kv_format (`str`, *optional*, defaults to `"packed"`): "packed" stores FP8 / FP4 bytes, "float" the rounded
             values in the model's dtype; both give the same logits.
         rollback (`int`, *optional*, defaults to 16): tokens per row that `crop` can take back.
         max_length (`int`, *optional*): fixed capacity in tokens, allocated once; `None` grows.
 
     Raises:
-        ValueError: for an unknown format, or "packed" with `cache_rounding=False` (unrounded values cannot be packed).
+        ValueError: for an unknown format, a bad `rollback` or `max_length`, or "packed" with `cache_rounding=False` (unrounded values cannot be packed).
     """
 
     def __init__(self, config, kv_format: str = "packed", rollback: int = 16, max_length: int | None = None):
@@ -131,17 +140,17 @@ class Dsv4Cache(Cache):
         super().__init__(layers=layers)
         reach = text.engram_max_ngram_size - 1 if text.engram_layer_ids else 0
         self.ngram_ids = TokenRing(reach + rollback, UNROUNDED) if text.engram_layer_ids else None
-        self.record_past = False
         # What a saved cache must share with the configuration that reads it.
         ratios = [layer.store.ratio if layer.store else 0 for layer in self.layers]
-        widths = [text.sliding_window, text.head_dim, text.index_head_dim, reach]
-        self._schedule = [ratios, *widths]
+        widths = [text.sliding_window, text.head_dim, text.qk_rope_head_dim, text.index_head_dim, reach]
+        self._schedule = [ratios, *widths, text.cache_formats, text.cache_rounding]
         self._clear()
 
     def _clear(self) -> None:
         self.columns = 0
         self.lengths: torch.Tensor | None = None
         self.column_mask: torch.Tensor | None = None  # [B, columns] bool, None while every column is real
+        self.record_past = False
         self._droppable: torch.Tensor | None = None  # [B] tokens that a rollback can still take back
 
     @property
@@ -163,7 +172,7 @@ class Dsv4Cache(Cache):
             ValueError: if the batch differs from the cached one, or the capacity would be passed.
         """
         if self.lengths is not None and len(self.lengths) != batch:
-            raise ValueError(f"the cache holds {len(self.lengths)} rows and the call has {batch}.")
+            raise ValueError(f"the call has {batch} rows; accepted: {len(self.lengths)}, as the cache holds.")
         if self.max_length is not None and self.columns + columns > self.max_length:
             raise ValueError(
                 f"the cache was made for {self.max_length} tokens (max_length); it holds {self.columns} "
@@ -227,7 +236,8 @@ class Dsv4Cache(Cache):
         r"""Drop the last columns; afterwards the cache equals one that never saw them.
 
         Args:
-            tokens_to_remove (`int` or 0-d tensor): zero or negative; `-n` drops n columns.
+            tokens_to_remove (`int` or 0-d tensor): zero or negative; `-n` drops n columns; all of them or more: the cache is
+                empty afterwards, which needs no rollback.
 
         Raises:
             ValueError: for a positive number, or if more real tokens of a row would go than `rollback` allows.
@@ -259,7 +269,7 @@ class Dsv4Cache(Cache):
             ValueError: if a row would lose more than `rollback` allows.
         """
         if self.lengths is None:
-            raise ValueError("crop_rows on an empty cache.")
+            raise ValueError("crop_rows on an empty cache; accepted: a cache that holds tokens.")
         dropped = tokens_to_remove.to(self.lengths)
         if dropped.shape != self.lengths.shape or bool((dropped < 0).any()):
             raise ValueError(
@@ -373,10 +383,10 @@ class Dsv4Cache(Cache):
 
     @classmethod
     def load(cls, path: str, config) -> Dsv4Cache:
-        r"""Read a cache that `save` wrote.
+        r"""Read a cache that `save` wrote, onto the CPU (`to` moves it).
 
         Raises:
-            OSError: if the file is not such a cache, or was made for another schedule.
+            OSError: if the file is not such a cache, or was made for another configuration.
         """
         try:
             with safe_open(path, framework="pt") as file:
@@ -384,7 +394,8 @@ class Dsv4Cache(Cache):
                 tensors = {name: file.get_tensor(name) for name in file.keys()} if about else {}
         except SafetensorError as error:
             raise OSError(f"{path} is not a saved Dsv4Cache ({error}).") from error
-        if not about:
+        needed = {"kv_format", "rollback", "max_length", "columns", "record_past", "dtypes", "schedule"}
+        if not about.keys() >= needed:
             raise OSError(f"{path} is not a saved Dsv4Cache.")
         cache = cls(config, about["kv_format"], about["rollback"], about["max_length"])
         if cache._schedule != about["schedule"]:
@@ -406,7 +417,7 @@ def cache_codecs(config, kv_format: str = "float") -> dict[str, CacheCodec]:
     r"""Return the codec of each kind of value for a text configuration.
 
     Args:
-        config (`Dsv41TextConfig`): `cache_rounding=False` switches all rounding off.
+        config (`Dsv41TextConfig` or `Dsv4Config`): `cache_rounding=False` switches all rounding off.
         kv_format (`str`, *optional*, defaults to `"float"`): "packed" or "float".
 
     Returns:

@@ -342,6 +342,8 @@ class DecoderConfig(ReleasedConfig):
         check("qk_rope_head_dim", f"at most head_dim ({self.head_dim})", self.qk_rope_head_dim <= self.head_dim)
         accepted = f"at least qk_rope_head_dim ({self.qk_rope_head_dim})"
         check("index_head_dim", accepted, self.index_head_dim >= self.qk_rope_head_dim)
+        for key in ("head_dim", "index_head_dim"):
+            check(key, "an even number (FP4 packs two values a byte)", getattr(self, key) % 2 == 0)
         check("num_experts_per_tok", f"at most n_routed_experts ({self.n_routed_experts})",
               self.num_experts_per_tok <= self.n_routed_experts)  # fmt: skip
         check("n_shared_experts", "1 (the released layout has one shared expert)", self.n_shared_experts == 1)

@@ -33,7 +33,11 @@ RELEASED_ARCHITECTURE = "DeepseekV41ForCausalLM"
 class Dsv41TextConfig(DecoderConfig):
     r"""Language-model part of a DeepSeek-V4.1 configuration, with the released V4.1-Flash values as defaults.
 
-    Args (beyond the released keys, which are described in the model card):
+    The released keys keep the names and meanings of the released file (contract section 1).
+
+    Args (beyond those):
+        engram_token_map_sha256 (`str`, *optional*): SHA-256 of the token map that the weights were trained with; another
+            tokenizer is refused. Written by `save_pretrained`.
         gate_temp (`float`, defaults to 1.0): divisor of the router logits (contract section 7).
         cache_rounding (`bool`, defaults to `True`): round window, compressed and index values as the release does
             (contract section 2). `False` keeps them in the model's dtype: comparisons, and warm-up of QAT.

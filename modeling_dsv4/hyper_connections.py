@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .sparse_attention import wide
+from .sparse_attention import full_precision, wide
 
 
 def sinkhorn_normalize(logits: torch.Tensor, *, iterations: int, eps: float) -> torch.Tensor:
@@ -65,14 +65,20 @@ def hyper_connection_coefficients(
         pre A `[B, S, N]`, post C `[B, S, N]`, comb M `[B, S, N, N]` (source, destination), all float32 or wider.
     """
     count = streams.shape[-2]
-    x = wide(streams).flatten(-2)
-    u = (x @ fn.to(x.dtype).mT) * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm_eps)
+    u = _normalised_projection(streams, fn, norm_eps)
     pre, post, comb = u.split([count, count, count * count], dim=-1)
-    pre_base, post_base, comb_base = base.to(x.dtype).split([count, count, count * count])
+    pre_base, post_base, comb_base = base.to(u.dtype).split([count, count, count * count])
     pre = torch.sigmoid(pre * scale[0] + pre_base) + eps
     post = 2 * torch.sigmoid(post * scale[1] + post_base)
     comb = (comb * scale[2] + comb_base).unflatten(-1, (count, count))
     return pre, post, sinkhorn_normalize(comb, iterations=iterations, eps=eps)
+
+
+def _normalised_projection(streams: torch.Tensor, fn: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return (fn @ x) / rms(x) `[B, S, K]` of the flattened streams x, in float32 or wider."""
+    x = wide(streams).flatten(-2)
+    with full_precision(x):
+        return (x @ fn.to(x.dtype).mT) * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
 def collapse_streams(streams: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
@@ -130,9 +136,8 @@ class Dsv4HyperHead(nn.Module):
 
     def forward(self, streams: torch.Tensor) -> torch.Tensor:
         """Return the pre `[B, S, N]` that collapses `streams` `[B, S, N, D]` (contract spec_v4 item 5)."""
-        x = wide(streams).flatten(-2)
-        u = (x @ self.fn.to(x.dtype).mT) * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.norm_eps)
-        return torch.sigmoid(u * self.scale + self.base.to(x.dtype)) + self.eps
+        u = _normalised_projection(streams, self.fn, self.norm_eps)
+        return torch.sigmoid(u * self.scale + self.base.to(u.dtype)) + self.eps
 
 
 def first_pre(streams: torch.Tensor) -> torch.Tensor:

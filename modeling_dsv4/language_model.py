@@ -33,6 +33,7 @@ from .hyper_connections import Dsv4HyperConnection, Dsv4HyperHead, collapse_stre
 from .layers import Dsv4RMSNorm
 from .moe import Dsv4Experts, Dsv4TopKRouter, balanced_token_experts
 from .ngram_hash import Dsv4NgramHash, build_token_map, token_map_digest
+from .quantization import PACKED_DTYPES
 from .released_loading import ReleasedCheckpointMixin
 from .rotary import rotary_frequencies, rotary_table
 from .sequence_layout import SequenceLayout, check_position_ids, read_attention_mask
@@ -69,6 +70,7 @@ class Dsv4CausalLMOutput(MoeCausalLMOutputWithPast):
     """
 
     selections: dict[int, torch.Tensor] | None = None
+    streams: torch.Tensor | None = None
     mtp_loss: torch.Tensor | None = None
 
 
@@ -113,17 +115,13 @@ class Dsv4PreTrainedModel(ReleasedCheckpointMixin, PreTrainedModel):
             init.normal_(module.down_proj, mean=0.0, std=std)
         elif isinstance(module, Dsv4Attention):
             init.zeros_(module.sinks)
-        elif isinstance(module, Dsv4HyperConnection):
+        elif isinstance(module, (Dsv4HyperConnection, Dsv4HyperHead)):
             init.normal_(module.fn, mean=0.0, std=std)
             init.zeros_(module.base)
             init.constant_(module.scale, INITIAL_MIXING_SCALE)
         elif isinstance(module, Dsv4EngramMemory):
             init.ones_(module.q_weight)
             init.ones_(module.k_weight)
-        elif isinstance(module, Dsv4HyperHead):
-            init.normal_(module.fn, mean=0.0, std=std)
-            init.zeros_(module.base)
-            init.constant_(module.scale, INITIAL_MIXING_SCALE)
         elif isinstance(module, Dsv4Compressor) and module.position_bias is not None:
             init.zeros_(module.position_bias)
 
@@ -155,6 +153,15 @@ class Dsv4PreTrainedModel(ReleasedCheckpointMixin, PreTrainedModel):
             logger.warning_once("use_reentrant=True: layers hand on tuples, so use_reentrant=False is used instead.")
             gradient_checkpointing_func = partial(gradient_checkpointing_func, use_reentrant=False)
         super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, **kwargs)
+
+    def train(self, mode: bool = True):
+        """Set training mode; says once that packed weights stay as they are."""
+        if mode and any(p.dtype in PACKED_DTYPES for p in self.parameters()):
+            logger.warning_once(
+                "Packed weights (FP8, FP4) are frozen in training; load with Dsv4QuantizationConfig(dequantize=True) to "
+                "train all weights."
+            )
+        return super().train(mode)
 
     def set_tokenizer(self, tokenizer) -> None:
         r"""Build the Engram token map from a tokenizer.
@@ -220,11 +227,12 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
             attention_mask: see `read_attention_mask`. position_ids (`[B or 1, S]`): checked against mask and cache.
             cache (`Dsv4Cache`, *optional*): continued and extended in place.
             inputs_embeds (`[B, S, H]`, *optional*): used instead of the embeddings of `input_ids`.
-            use_cache (`bool`, *optional*): make a cache if none is given; defaults to the config, and to `False` while
-                gradients are recorded.
+            use_cache (`bool`, *optional*): make a cache if none is given; defaults to the config, and to `False` in
+                training mode while gradients are recorded.
             output_hidden_states, output_router_logits, output_selections, output_streams (`bool`, *optional*): see
                 `Dsv4ModelOutput`.
-            decoder_replay (`str`, *optional*, defaults to `"full"`).
+            decoder_replay (`str`, *optional*, defaults to `"full"`): "full" runs every layer on every token; "exact" gives
+                the same numbers and may leave out decoder work that nothing reads (it leaves out none yet).
 
         Raises:
             ValueError: for inputs that contradict each other, the cache or the model.
@@ -248,7 +256,7 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
                 flow = layer(flow, context, rows.get(index), None if cache is None else cache.layers[index])
             capture.add_selection(index, flow)
         pre = flow.pre if text.single_pass_hc else self.hc_head(flow.streams)
-        hidden = layout.unshift(self.norm(collapse_streams(flow.streams, pre)))
+        hidden = layout.unshift(self.norm(collapse_streams(flow.streams, pre.to(flow.streams.device))))
         if cache is not None:
             cache.advance(layout, valid)
         streams = layout.unshift(flow.streams) if output_streams else None
@@ -311,7 +319,7 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
         ids = None if input_ids is None else layout.shift(input_ids)
         image_mask = None
         image_token_id = getattr(self.config, "image_token_id", None)
-        if ids is not None and image_token_id is not None:
+        if ids is not None and image_token_id is not None and text.has_image_bias:
             image_mask = ids == image_token_id
             image_mask = image_mask if bool(image_mask.any()) else None
         rows = {}
@@ -348,4 +356,5 @@ class CausalHead:
             hidden_states=outputs.hidden_states,
             router_logits=outputs.router_logits,
             selections=outputs.selections,
+            streams=outputs.streams,
         )

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .fp_codecs import dequantize_fp8_tiles, round_fp8
-from .sparse_attention import wide
+from .sparse_attention import full_precision, wide
 
 # Rows of a packed weight that are dequantised at a time hold at most this many elements.
 MAX_UNPACKED_ELEMENTS = 1 << 24
@@ -190,7 +190,8 @@ class Dsv4Head(nn.Linear):
         """Map `[..., H]` to logits `[..., V]`, float32 (float64 for float64 inputs)."""
         step = max(1, MAX_UNPACKED_ELEMENTS // self.in_features)
         rows = [self.weight] if self.weight.dtype == wide(x).dtype else self.weight.split(step)
-        return torch.cat([F.linear(wide(x), part.to(wide(x).dtype)) for part in rows], dim=-1)
+        with full_precision(x):
+            return torch.cat([F.linear(wide(x), part.to(wide(x).dtype)) for part in rows], dim=-1)
 
 
 class Dsv4PlainLinear(nn.Linear):

@@ -97,6 +97,7 @@ class Dsv4ForCausalLM(CausalHead, Dsv4PreTrainedModel, Dsv4GenerationMixin):
         shift_labels = kwargs.pop("shift_labels", None)
         if with_mtp:
             self._check_mtp(input_ids, cache)
+        with_streams = with_mtp or kwargs.get("output_streams", False)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -104,7 +105,7 @@ class Dsv4ForCausalLM(CausalHead, Dsv4PreTrainedModel, Dsv4GenerationMixin):
             cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
-            **(kwargs | {"return_dict": True, "output_streams": with_mtp}),
+            **(kwargs | {"return_dict": True, "output_streams": with_streams}),
         )
         result = self._add_head(outputs, labels, logits_to_keep, num_items_in_batch, shift_labels)
         if with_mtp:

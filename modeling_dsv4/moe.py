@@ -18,7 +18,7 @@ from torch import nn
 from .fp_codecs import dequantize_fp4_rows, dequantize_fp8_tiles, round_fp8
 from .host_tensors import HostTensors
 from .layers import Dsv4MLP, clamped_swiglu
-from .sparse_attention import wide
+from .sparse_attention import full_precision, wide
 
 
 def route_tokens(
@@ -124,7 +124,8 @@ class Dsv4TopKRouter(nn.Module):
         Returns:
             logits (`[N, E]`), weights (`[N, k]`), both float32 or wider, and indices (`[N, k]`, int64).
         """
-        logits = wide(x) @ self.weight.to(wide(x).dtype).mT / self.temperature
+        with full_precision(x):
+            logits = wide(x) @ self.weight.to(wide(x).dtype).mT / self.temperature
         if self.hashes:
             return logits, *weigh_experts(logits, self.tid2eid[input_ids], **self.settings)
         bias = self.e_score_correction_bias
@@ -162,7 +163,7 @@ class _RoutedExperts:
             # The routing weight enters before the down projection's input is rounded (contract section 7).
             hidden = clamped_swiglu(gate, up, self.limit) * F.pad(weights[tokens, slots, None], (0, 0, 0, missing))
             result = F.linear(self._rounded(hidden.to(x.dtype)), down)
-            out = out.index_add(0, tokens, wide(result[: len(tokens)]))
+            out.index_add_(0, tokens, wide(result[: len(tokens)]))
         return out
 
     def _rounded(self, x: torch.Tensor) -> torch.Tensor:

@@ -160,7 +160,7 @@ def _key(raw, token_id: int, text: str, fold) -> str:
 
 
 class Dsv4NgramHash(nn.Module):
-    r"""Hash of all Engram layers: holds the token map (a buffer that is not saved) and the constants.
+    r"""Hash of all Engram layers: holds the token map (no parameter: a tokenizer gives it) and the constants.
 
     The map is set by `set_token_map`; a config whose compressed vocabulary equals its vocabulary needs none.
 

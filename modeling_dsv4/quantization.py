@@ -81,7 +81,10 @@ class Dsv4QuantizationConfig(FineGrainedFP8Config):
         )
         self.expert_dtype = expert_dtype
         self.quantize_activations = quantize_activations
-        self.unknown_keys = kwargs
+        if kwargs:
+            accepted = sorted([*given, "dequantize", "quantize_activations"])
+            raise ValueError(f"quantization_config has the keys {sorted(kwargs)}; accepted: {accepted}.")
+        self.unknown_keys: dict[str, Any] = {}
 
     @property
     def rounds_activations(self) -> bool:
@@ -111,8 +114,14 @@ class Dsv4QuantizationConfig(FineGrainedFP8Config):
     @classmethod
     def from_dict(cls, config_dict, return_unused_kwargs=False, **kwargs):
         """Read the dictionary of a config.json, where an absent key has another meaning than our default."""
-        config_dict = {"scale_fmt": "float", "expert_dtype": None, **config_dict}
-        return super().from_dict(config_dict, return_unused_kwargs=return_unused_kwargs, **kwargs)
+        accepted = {"dequantize", "quantize_activations", *QUANTIZATION_RULES}
+        known = {key: value for key, value in config_dict.items() if key in accepted}
+        found = super().from_dict(
+            {"scale_fmt": "float", "expert_dtype": None, **known}, return_unused_kwargs, **kwargs
+        )
+        config = found[0] if return_unused_kwargs else found
+        config.unknown_keys = {key: value for key, value in config_dict.items() if key not in accepted}
+        return found
 
     def to_diff_dict(self) -> dict[str, Any]:
         return self.to_dict()
@@ -173,7 +182,7 @@ class Dsv4HfQuantizer(HfQuantizer):
         if not self.pre_quantized:
             raise ValueError(
                 "quantization_config was given for a checkpoint whose config.json has none; accepted: released "
-                "checkpoints, whose tensors are already packed."
+                "checkpoints, whose tensors are already packed (a saved float model loads without quantization_config)."
             )
 
     def _process_model_before_weight_loading(self, model, **kwargs):

@@ -30,6 +30,7 @@ logger = logging.get_logger(__name__)
 
 _EXPERT_BANK = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
 _EXPERT = re.compile(r"\.mlp\.experts\.\d+\.")
+_EXPERT_MATRIX = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 
 
 class TableRenaming(WeightRenaming):
@@ -338,6 +339,33 @@ class ReleasedCheckpointMixin:
             self.set_token_map(build_token_map(tokenizer))
         except ValueError as error:
             raise ValueError(f"{file} does not fit the model: {error}") from error
+
+    def load_state_dict(self, state_dict, strict: bool = True, assign: bool = False):
+        """Load by our names or by released ones, which `save_pretrained` writes and Trainer reads back this way.
+
+        Released names may be a part of the whole (one shard, with `strict=False`); experts are put into their banks.
+        """
+        expected = self.state_dict()
+        if any(name not in expected and self.weight_names.to_ours(name) is not None for name in state_dict):
+            state_dict = self._under_our_names(state_dict, expected)
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def _under_our_names(self, state_dict, expected: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Rename tensors; the matrices of experts that the model holds as a bank are copied into a copy of it."""
+        renamed = {}
+        for name, tensor in state_dict.items():
+            ours = self.weight_names.to_ours(name) or name
+            found = _EXPERT_MATRIX.match(ours)
+            if found is None or ours in expected:
+                renamed[ours] = tensor
+                continue
+            stem, expert, kind = found.groups()
+            bank = f"{stem}.{'down_proj' if kind == 'down' else 'gate_up_proj'}"
+            place = renamed.setdefault(bank, expected[bank].clone())[int(expert)]
+            if kind != "down":
+                place = place.chunk(2)[kind == "up"]
+            place.copy_(tensor)
+        return renamed
 
     def save_pretrained(self, *args, **kwargs):
         """Save in the released layout; a float model is saved without `quantization_config`, which its files lack.

@@ -134,14 +134,21 @@ def read_attention_mask(
             f"attention_mask has shape {list(attention_mask.shape)}; accepted: [{batch}, {total}] "
             f"({seen} columns in the cache and {columns} new ones), or a causal [{batch}, 1, {columns}, {total}]."
         )
+    if keep.is_floating_point() and bool((keep < 0).any()):
+        raise ValueError(
+            "attention_mask has two dimensions and negative values; accepted there: 1 = real, 0 = padding."
+        )
     keep = keep.bool().expand(batch, total)
     if seen:
         before = torch.ones_like(keep[:, :seen]) if seen_mask is None else seen_mask
         if not torch.equal(keep[:, :seen], before):
-            raise ValueError("attention_mask differs from the mask with which the cached columns were computed.")
+            raise ValueError(
+                "attention_mask differs from the mask with which the cached columns were computed; accepted: that mask, "
+                "and the new columns after it."
+            )
     keep = keep[:, seen:]
     if not keep.any(-1).all() and not seen and not more_may_follow:
-        raise ValueError("attention_mask has a row without a single real token.")
+        raise ValueError("attention_mask has a row without a single real token; accepted: one or more in each row.")
     return None if bool(keep.all()) else keep
 
 

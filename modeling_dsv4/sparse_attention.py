@@ -10,12 +10,22 @@ dtype of the inputs here (contract section 6.2).
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
     """Return `x` in float32, or unchanged if it is float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def full_precision(x: torch.Tensor):
+    """Context in which products with `x` keep the dtype of their operands, also inside `torch.autocast`."""
+    kind = x.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
 
 
 def pool_groups(values: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
@@ -172,15 +182,17 @@ def attend_with_sinks(
 
 def _logits(queries, keys, mask, scale):
     """`[B, T, H, D]` x `[B, K, D]` or `[B, T, K, D]` -> masked logits `[B, T, H, K]` in float32 or wider."""
-    if keys.ndim == 3:
-        dots = (wide(queries).flatten(1, 2) @ wide(keys).mT).unflatten(1, queries.shape[1:3])
-    else:
-        dots = wide(queries) @ wide(keys).mT
+    with full_precision(queries):
+        if keys.ndim == 3:
+            dots = (wide(queries).flatten(1, 2) @ wide(keys).mT).unflatten(1, queries.shape[1:3])
+        else:
+            dots = wide(queries) @ wide(keys).mT
     return (dots * scale).masked_fill(~mask[:, :, None], float("-inf"))
 
 
 def _weighted(weights, values):
     """`[B, T, H, K]` x `[B, K, D]` or `[B, T, K, D]` -> `[B, T, H, D]` in float32 or wider."""
-    if values.ndim == 3:
-        return (wide(weights).flatten(1, 2) @ wide(values)).unflatten(1, weights.shape[1:3])
-    return wide(weights) @ wide(values)
+    with full_precision(weights):
+        if values.ndim == 3:
+            return (wide(weights).flatten(1, 2) @ wide(values)).unflatten(1, weights.shape[1:3])
+        return wide(weights) @ wide(values)

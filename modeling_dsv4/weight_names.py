@@ -10,8 +10,8 @@ name follows from how the tensor is stored:
     P    a bare parameter     `<stem>`
 
 Numbers in names (layer, expert, stage, vision block) are holes `{}`; they appear in the same order on both sides.
-One table serves V4.1 and V4; a checkpoint has the rows of its family. `mtp.*` (drafts) and the vision rows belong to parts that not every model class has; what a class leaves on disk is
-listed when it loads (`OPTIONAL_PARTS`).
+One table serves V4.1 and V4; a checkpoint has the rows of its family. `mtp.*` (drafts) and the vision rows belong to
+parts that not every model class has; what a class leaves on disk is listed when it loads (`OPTIONAL_PARTS`).
 
 Source: the tensor inventories of the released checkpoints (contract section 1).
 """

@@ -325,7 +325,10 @@ class Dsv41Processor(ProcessorMixin):
             raise ValueError("documents are not part of this prompt format; put them into messages or tool results")
         unknown = [name for name in kwargs if name not in _PROCESSOR_NAMES]
         if unknown:
-            raise TypeError(f"apply_chat_template got unknown arguments {unknown}")
+            raise TypeError(
+                f"apply_chat_template got unknown arguments {unknown}; accepted: those of its signature (such as "
+                f"enable_thinking, reasoning_effort, tools) and {sorted(_PROCESSOR_NAMES)}"
+            )
         processor_kwargs.update(kwargs)
         if return_assistant_tokens_mask and not (tokenize and return_dict):
             raise ValueError("return_assistant_tokens_mask=True needs tokenize=True and return_dict=True")

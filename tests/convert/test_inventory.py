@@ -113,3 +113,11 @@ def test_optional_parts_are_absent_when_the_config_has_none():
     for part in ("drafts", "vision"):
         assert not [name for name in tensors if OPTIONAL_PARTS[part].search(name)]
     assert len(tensors) == 96_085 - 2_401 - 266
+
+
+def test_builds_that_are_not_described_are_refused():
+    for key, value in (("expert_dtype", "fp8"), ("scale_fmt", "float")):
+        content = copy.deepcopy(RELEASED_CONFIG)
+        content["quantization_config"][key] = value
+        with pytest.raises(ValueError, match=f"{key} is '{value}'; accepted: "):
+            released_tensors(Dsv41Config(**content))

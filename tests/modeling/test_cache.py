@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from modeling_dsv4 import Dsv4Cache, Dsv41TextConfig
 from tests.modeling.mechanism_models import tiny_config, tiny_model
@@ -382,7 +383,7 @@ def test_wrong_crops_are_refused_and_change_nothing(model):
 
 def test_another_batch_and_foreign_calls_are_refused(model):
     cache, _ = _filled(model)
-    with pytest.raises(ValueError, match="holds 2 rows and the call has 3"):
+    with pytest.raises(ValueError, match="the call has 3 rows; accepted: 2"):
         model(torch.ones(3, 1).long(), cache=cache)
     for call in (
         lambda: cache.update(None, None, 0),
@@ -422,3 +423,35 @@ def test_foreign_files_are_refused(model, tmp_path):
             changes = changes | {"engram_num_embeddings": [900]}
         with pytest.raises(OSError, match="another configuration"):
             Dsv4Cache.load(path, tiny_config(**changes))
+
+
+def test_recording_ends_with_reset_and_through_any_layer():
+    cache = Dsv4Cache(tiny_config())
+    cache.activate_past_recording()
+    assert all(layer.record_past for layer in cache.layers) and cache.is_recording_past()
+    cache.layers[0].record_past = False  # what `generate` does when drafting ends
+    assert not cache.record_past
+    cache.activate_past_recording()
+    cache.reset()
+    assert not cache.record_past
+
+
+def test_a_cache_of_another_rounding_or_rope_is_refused(tmp_path):
+    config = tiny_config()
+    cache = Dsv4Cache(config, "float")
+    cache.save(str(tmp_path / "cache.safetensors"))
+    for key, value in (
+        ("cache_rounding", False),
+        ("qk_rope_head_dim", config.get_text_config().qk_rope_head_dim // 2),
+    ):
+        other = copy.deepcopy(config)
+        setattr(other.get_text_config(), key, value)
+        with pytest.raises(OSError, match="another configuration"):
+            Dsv4Cache.load(str(tmp_path / "cache.safetensors"), other)
+
+
+def test_damaged_metadata_is_no_saved_cache(tmp_path):
+    path = str(tmp_path / "cache.safetensors")
+    save_file({"lengths": torch.zeros(1, dtype=torch.long)}, path, metadata={"dsv4_cache": '{"kv_format": "float"}'})
+    with pytest.raises(OSError, match="is not a saved Dsv4Cache"):
+        Dsv4Cache.load(path, tiny_config())

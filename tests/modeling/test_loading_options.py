@@ -173,3 +173,10 @@ def test_state_dict_survives_torch_save(packed, tmp_path):
     again = torch.load(tmp_path / "state.pt")
     assert again.keys() == packed.state_dict().keys()
     assert all(same_bytes(again[name], tensor) for name, tensor in packed.state_dict().items())
+
+
+def test_misspelled_settings_are_refused():
+    with pytest.raises(ValueError, match="dequantise.*accepted: .*dequantize"):
+        Dsv4QuantizationConfig(dequantise=True)
+    read = Dsv4QuantizationConfig.from_dict({"quant_method": "fp8", "a_later_key": 1})
+    assert read.to_dict()["a_later_key"] == 1

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from convert.inventory import released_tensors
 from modeling_dsv4 import Dsv4Cache, Dsv4Config, Dsv4ForCausalLM, Dsv4Model
 from tests import golden_cases as golden
 from tests.modeling import v4_models as tiny
@@ -455,3 +456,17 @@ def test_a_fresh_model_is_saved_and_read_back(tmp_path):
         torch.testing.assert_close(again(ids).logits, model(ids).logits, atol=0, rtol=0)
     assert isinstance(again.config, Dsv4Config)
     assert golden.load_json(tmp_path / "config.json")["architectures"] == ["DeepseekV4ForCausalLM"]
+
+
+def test_streams_that_are_asked_for_are_returned(mtp_model):
+    """Also where the MTP loss reads them."""
+    ids = tiny.some_ids(1, 9, seed=3)
+    with torch.no_grad():
+        expected = mtp_model.model(ids, output_streams=True).streams
+        assert torch.equal(mtp_model(ids, output_streams=True).streams, expected)
+        assert mtp_model(ids).streams is None
+
+
+def test_the_inventory_of_a_loaded_model_has_the_tiles_of_its_file():
+    config = Dsv4ForCausalLM.from_pretrained(golden.CHECKPOINT_V4).config
+    assert released_tensors(config) == released_tensors(Dsv4Config.from_pretrained(golden.CHECKPOINT_V4))

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from transformers import DynamicCache, StaticCache
 
 from modeling_dsv4 import Dsv4Cache
+from tests.modeling import v4_models
 from tests.modeling.tiny_model import (
     EXACT,
     IMAGE,
@@ -273,3 +274,26 @@ def test_training_through_a_given_cache_has_the_gradients_of_the_new_tokens(kv_f
     plain, cached = gradients(), gradients(cache=Dsv4Cache(model.config, kv_format))
     for name, gradient in plain.items():
         torch.testing.assert_close(cached[name], gradient, atol=EXACT, rtol=1e-9)
+
+
+@pytest.mark.parametrize("family", ["v41", "v4"])
+def test_autocast_leaves_routers_mixing_and_logits_in_float32(family):
+    """`Trainer(bf16=True)` runs float32 weights under autocast: what the release computes in float32 stays there."""
+    model = shared_model() if family == "v41" else v4_models.small_model(torch.float32)
+    layer, seen = model.model.layers[3], {}
+    parts = {"router": layer.mlp.gate, "mixing": layer.attn_hc, "head": model.lm_head}
+    hooks = [
+        part.register_forward_hook(lambda module, args, output, name=name: seen.update({name: (args, output)}))
+        for name, part in parts.items()
+    ]
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        model(some_ids(1, 12, seed=1), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    for name, part in parts.items():
+        args, output = seen[name]
+        with torch.no_grad():
+            expected = part(*args)
+        pairs = [(output, expected)] if isinstance(output, torch.Tensor) else zip(output, expected, strict=True)
+        for found, wanted in pairs:
+            assert found.dtype == wanted.dtype != torch.bfloat16 and torch.equal(found, wanted), name

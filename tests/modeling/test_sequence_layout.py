@@ -234,3 +234,10 @@ def test_position_ids_of_another_shape_are_refused(shape):
     layout = SequenceLayout.from_mask(None, torch.tensor([0, 0]), 3)
     with pytest.raises(ValueError, match="position_ids"):
         check_position_ids(torch.arange(3).expand(shape) if len(shape) == 1 else torch.zeros(shape).long(), layout)
+
+
+def test_a_two_dimensional_additive_mask_is_refused():
+    """Read as numbers it would mean the opposite: 0 for real tokens, -inf for padding."""
+    mask = torch.tensor([[float("-inf"), 0.0, 0.0]])
+    with pytest.raises(ValueError, match="two dimensions and negative values"):
+        read_attention_mask(mask, 1, 3, 0, None)

@@ -293,3 +293,11 @@ def test_hidden_entries_get_no_gradient_and_no_influence():
 def test_gradient_of_index_scores():
     args = [t.requires_grad_() for t in (_random(1, 2, 2, 3), _random(1, 4, 3, seed=2), _random(1, 2, 2, seed=3))]
     assert torch.autograd.gradcheck(index_scores, args)
+
+
+def test_attention_is_float32_inside_autocast():
+    queries, window = _random(1, 4, 2, 8, dtype=torch.float32), _random(1, 4, 8, dtype=torch.float32)
+    args = queries, window, torch.ones(1, 4, 4, dtype=torch.bool), None, None, torch.zeros(2)
+    expected = attend_with_sinks(*args, scale=0.5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(attend_with_sinks(*args, scale=0.5), expected)

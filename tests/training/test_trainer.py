@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
+from modeling_dsv4 import Dsv41ForCausalLM
 from modeling_dsv4.training import (
     Dsv4Optimizer,
     Dsv4OptimizerFactory,
@@ -347,6 +348,31 @@ def test_trainer_under_fsdp2_resumes_bitwise_from_the_frozen_vision_phase(tmp_pa
         assert_equal(straight, resumed)
     assert_equal(results[0][0], results[1][0])
     assert any(b.any() for name, b in results[0][0].items() if "e_score_correction_bias" in name)
+
+
+@pytest.mark.parametrize("shards", [None, "300KB"])
+@pytest.mark.parametrize("cls", [Trainer, Dsv4Trainer])
+def test_a_real_model_resumes_from_its_checkpoint(cls, shards, tmp_path, monkeypatch):
+    """Checkpoints have released names, which Trainer reads with `load_state_dict`: nothing may stay untrained."""
+    if shards:
+        save = Dsv41ForCausalLM.save_pretrained
+        monkeypatch.setattr(
+            Dsv41ForCausalLM,
+            "save_pretrained",
+            lambda self, *args, **kw: save(self, *args, **kw, max_shard_size=shards),
+        )
+    data = [{"input_ids": ids, "labels": ids} for ids in (some_ids(1, 12, seed=seed)[0] for seed in range(16))]
+    options = {"optimizer_cls_and_kwargs": (Dsv4OptimizerFactory, {"lr": 1e-2})} if cls is Trainer else {}
+
+    def run(folder, steps, resume=None, **changes):
+        settings = arguments(folder, max_steps=steps, lr_scheduler_type="constant", **changes)
+        trainer = cls(new_model(seed=int(resume is not None)), settings, train_dataset=data, **options)
+        trainer.train(resume_from_checkpoint=resume)
+        return weights(trainer)
+
+    straight = run(tmp_path / "a", 4, save_strategy="steps", save_steps=2)
+    assert len(list((tmp_path / "a" / "checkpoint-2").glob("*.safetensors"))) > (3 if shards else 0)
+    assert_equal(straight, run(tmp_path / "b", 4, resume=str(tmp_path / "a" / "checkpoint-2")))
 
 
 def test_trl_takes_the_factory(tmp_path):
