@@ -69,6 +69,20 @@ class _PackedMatmul(torch.autograd.Function):
         return sum(grad[..., part] @ rows for part, rows in blocks), None, None, None
 
 
+class UnpackedProduct(torch.autograd.Function):
+    """Product with a packed weight that is unpacked in the forward and again in the backward pass; no float copy is kept."""
+
+    @staticmethod
+    def forward(ctx, x, unpack, product, transposed):
+        """Return `product(x, unpack(dtype))`; `transposed(grad, W)` is its gradient with respect to `x`."""
+        ctx.unpack, ctx.transposed = unpack, transposed
+        return product(x, unpack(x.dtype))
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.transposed(grad, ctx.unpack(grad.dtype)), None, None, None
+
+
 def _unpacked_rows(weight, scale, block_size, dtype):
     """Yield (slice of output features, their float rows), a whole number of tile rows at a time."""
     tile = block_size[0]
@@ -158,8 +172,20 @@ class Dsv4GroupedLinear(Dsv4Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map `[..., G, I]` to `[..., O]`; dtype of `x`."""
-        weight = self.float_weight(x.dtype).unflatten(0, (self.groups, -1))
+        if not self.is_packed:
+            return self._product(x, self._grouped_weight(x.dtype))
+        return UnpackedProduct.apply(x, self._grouped_weight, self._product, self._transposed)
+
+    def _grouped_weight(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.float_weight(dtype).unflatten(0, (self.groups, -1))
+
+    @staticmethod
+    def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.einsum("...gi,gri->...gr", x, weight).flatten(-2)
+
+    @staticmethod
+    def _transposed(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("...gr,gri->...gi", grad.unflatten(-1, weight.shape[:2]), weight)
 
 
 class Dsv4MLP(nn.Module):

@@ -10,6 +10,7 @@ Sources: V4 report section 2.1, V4.1 report section 2.1.1, contract section 7.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from torch import nn
 
 from .fp_codecs import dequantize_fp4_rows, dequantize_fp8_tiles, round_fp8
 from .host_tensors import HostTensors
-from .layers import Dsv4MLP, clamped_swiglu
+from .layers import Dsv4MLP, UnpackedProduct, clamped_swiglu
 from .sparse_attention import full_precision, wide
 
 
@@ -135,12 +136,10 @@ class Dsv4TopKRouter(nn.Module):
 
 
 class _RoutedExperts:
-    """The maths of a bank of routed experts; the bank says how an expert's two float matrices are obtained."""
+    """The maths of a bank of routed experts; the bank says how an expert's two products are taken."""
 
-    def expert_weights(
-        self, dtype: torch.dtype, device: torch.device
-    ) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
-        """Return a function from an expert to its gate-and-up `[2I, H]` and down `[H, I]` matrices."""
+    def expert_products(self, device: torch.device) -> Callable[[int], tuple[Callable, Callable]]:
+        """Return a function from an expert to its products with gate-and-up `[2I, H]` and with down `[H, I]`."""
         raise NotImplementedError
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
@@ -154,15 +153,15 @@ class _RoutedExperts:
             `torch.Tensor` of shape `[N, H]`, float32 (float64 for float64 inputs).
         """
         out = torch.zeros_like(wide(x))
-        rounded, weights_of = self._rounded(x), self.expert_weights(x.dtype, x.device)
+        rounded, products_of = self._rounded(x), self.expert_products(x.device)
         for expert in indices.unique().tolist():
             tokens, slots = torch.where(indices == expert)
-            gate_up, down = weights_of(expert)
+            gate_and_up, down = products_of(expert)
             missing = max(0, min(MIN_EXPERT_ROWS, len(x)) - len(tokens))
-            gate, up = F.linear(F.pad(rounded[tokens], (0, 0, 0, missing)), gate_up).chunk(2, dim=-1)
+            gate, up = gate_and_up(F.pad(rounded[tokens], (0, 0, 0, missing))).chunk(2, dim=-1)
             # The routing weight enters before the down projection's input is rounded (contract section 7).
             hidden = clamped_swiglu(gate, up, self.limit) * F.pad(weights[tokens, slots, None], (0, 0, 0, missing))
-            result = F.linear(self._rounded(hidden.to(x.dtype)), down)
+            result = down(self._rounded(hidden.to(x.dtype)))
             out.index_add_(0, tokens, wide(result[: len(tokens)]))
         return out
 
@@ -181,10 +180,10 @@ class Dsv4Experts(_RoutedExperts, nn.Module):
         self.num_experts, self.limit = experts, config.swiglu_limit
         self.quantize_activations, self.activation_block = False, 32
 
-    def expert_weights(self, dtype, device):
+    def expert_products(self, device):
         # One unbind for all experts: its gradient is one stack, where indexing would fill a bank of zeros per expert.
         gate_up, down = self.gate_up_proj.unbind(0), self.down_proj.unbind(0)
-        return lambda expert: (gate_up[expert], down[expert])
+        return lambda expert: (partial(F.linear, weight=gate_up[expert]), partial(F.linear, weight=down[expert]))
 
 
 class Dsv4PackedExperts(_RoutedExperts, HostTensors):
@@ -221,7 +220,7 @@ class Dsv4PackedExperts(_RoutedExperts, HostTensors):
         self.num_experts, self.limit = experts, bank.limit
         self.quantize_activations, self.activation_block = False, block_size[1]
 
-    def _unpacked(self, expert: int, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def _unpacked(self, expert: int, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         # The packed bytes travel to the device, not the floats: a quarter of the transfer.
         weight = self.host_tensor(f"{expert}.{name}.weight").to(device)
         scale = self.host_tensor(f"{expert}.{name}.weight_scale_inv").to(device)
@@ -229,12 +228,17 @@ class Dsv4PackedExperts(_RoutedExperts, HostTensors):
             return dequantize_fp4_rows(weight, scale, dtype=dtype)
         return dequantize_fp8_tiles(weight, scale, block_size=self.block_size, dtype=dtype)
 
-    def expert_weights(self, dtype, device):
-        def unpack(expert):
-            gate_up = [self._unpacked(expert, name, dtype, device) for name in ("gate_proj", "up_proj")]
-            return torch.cat(gate_up), self._unpacked(expert, "down_proj", dtype, device)
+    def expert_products(self, device):
+        def gate_and_up(expert: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.cat([self._unpacked(expert, name, device, dtype) for name in ("gate_proj", "up_proj")])
 
-        return unpack
+        def product(x, unpack):
+            return UnpackedProduct.apply(x, unpack, F.linear, torch.matmul)
+
+        return lambda expert: (
+            partial(product, unpack=partial(gate_and_up, expert)),
+            partial(product, unpack=partial(self._unpacked, expert, "down_proj", device)),
+        )
 
 
 class Dsv4SparseMoeBlock(nn.Module):

@@ -205,6 +205,21 @@ def test_packed_and_float_banks_are_equal_bit_for_bit(expert_dtype, scale_dtype,
     assert bank.gate_up_proj.grad is not None and not list(packed.parameters())
 
 
+def test_nothing_unpacked_is_kept_for_the_backward_pass():
+    """Adapters train over packed experts: a layer's experts in floats would be four times its file."""
+    packed, bank, _ = _banks(dtype=torch.float32)
+    weights, indices = _routing()
+    matrices = {tuple(m.shape) for p in (bank.gate_up_proj, bank.down_proj) for m in (p[0], p[0].mT)}
+    for some, keeps in ((packed, False), (bank, True)):
+        shapes = set()
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda t, shapes=shapes: shapes.add(tuple(t.shape)) or t, lambda t: t
+        )
+        with hooks:
+            some(_random(12, HIDDEN, seed=3, dtype=torch.float32).requires_grad_(), weights.float(), indices)
+        assert bool(shapes & matrices) == keeps, shapes
+
+
 @pytest.mark.parametrize("rounds", [False, True])
 @pytest.mark.parametrize("limit", [0.2, 100.0])
 def test_banks_equal_the_oracle(limit, rounds):
