@@ -210,24 +210,25 @@ class Dsv4Indexer(nn.Module):
         # Padding columns continue the count of positions beyond the entries that exist.
         visible = ((layout.position_ids + 1) // self.ratio).clamp(max=keys.count)
         all_keys = keys.read()
-        pooled = candidates.shape[-1] * self.block_size if candidates is not None and self.uses_candidates else 0
+        pool = candidates if self.uses_candidates else None
+        if pool is not None and pool.shape[-1] * self.block_size >= keys.count:
+            pool = None  # it holds every entry
         # In the pool every query has keys of its own; elsewhere they share them.
-        each = pooled * self.head_dim if 0 < pooled < keys.count else keys.count
+        each = keys.count if pool is None else pool.shape[-1] * self.block_size * self.head_dim
         step = max(1, MAX_TILE_ELEMENTS // max(1, len(x) * each))
         selections, pools = [], []
         for tile in _tiles(x.shape[1], step):
-            pool = None if candidates is None or not self.uses_candidates else candidates[:, tile]
-            args = queries[:, tile], weights[:, tile], visible[:, tile], all_keys, pool
-            selection, blocks = self._select(*args)
+            args = queries[:, tile], weights[:, tile], visible[:, tile], all_keys
+            selection, blocks = self._select(*args, None if pool is None else pool[:, tile])
             selections.append(selection.int())
             pools.append(blocks)
         return torch.cat(selections, dim=1), torch.cat(pools, dim=1) if self.makes_candidates else None
 
-    def _select(self, queries, weights, visible, keys, candidates):
-        """Select for one tile of queries; the pool is searched only where it is smaller than all entries."""
+    def _select(self, queries, weights, visible, keys, pool):
+        """Select for one tile of queries, among the entries of the blocks `pool` or among all (`None`)."""
         count = keys.shape[1]
-        if candidates is not None and candidates.shape[-1] * self.block_size < count:
-            positions = expand_blocks(candidates.long(), block_size=self.block_size)
+        if pool is not None:
+            positions = expand_blocks(pool.long(), block_size=self.block_size)
             index = positions.clamp(0, count - 1).flatten(1)[..., None].expand(-1, -1, keys.shape[-1])
             near = keys.gather(1, index).unflatten(1, positions.shape[1:])
             hidden = (positions < 0) | (positions >= visible[..., None])

@@ -110,7 +110,25 @@ COMPRESSED_NVFP4 = CacheCodec(round_nvfp4, quantize_nvfp4, dequantize_nvfp4)
 INDEX_MXFP4 = CacheCodec(round_mxfp4, quantize_mxfp4, dequantize_mxfp4)
 
 
-class TokenRing:
+class _Storage:
+    """Values of every row in the format of a codec: `parts` `[B, slots, ...]`, and the `dtype` that is read."""
+
+    def __init__(self, codec: CacheCodec):
+        self.codec = codec
+        self.parts: tuple[torch.Tensor, ...] | None = None
+        self.dtype: torch.dtype | None = None
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Apply `function` to every stored tensor."""
+        if self.parts is not None:
+            self.parts = tuple(function(part) for part in self.parts)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.parts = None
+
+
+class TokenRing(_Storage):
     r"""Values of the last tokens of each row, right-aligned: slot i of `size` holds position length - size + i.
 
     Slots of negative positions, and the oldest slots after a rollback, hold nothing of meaning; the cache keeps
@@ -122,9 +140,8 @@ class TokenRing:
     """
 
     def __init__(self, size: int, codec: CacheCodec):
-        self.size, self.codec = size, codec
-        self.parts: tuple[torch.Tensor, ...] | None = None
-        self.dtype: torch.dtype | None = None
+        super().__init__(codec)
+        self.size = size
 
     def append(self, x: torch.Tensor, layout: SequenceLayout, *, keep_extra: int = 0) -> torch.Tensor:
         r"""Add the new tokens of every row and return past and new values together.
@@ -166,15 +183,6 @@ class TokenRing:
         if self.parts is None:
             return
         self.parts = _slots_before(self.parts, self.parts[0].shape[1] - count, self.size)
-
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Apply `function` to every stored tensor."""
-        if self.parts is not None:
-            self.parts = tuple(function(part) for part in self.parts)
-
-    def reset(self) -> None:
-        """Forget everything."""
-        self.parts = None
 
     def nbytes(self, tokens: int | None = None) -> int:
         """Bytes held for all rows, or for at most `tokens` tokens of each."""
@@ -229,7 +237,7 @@ class EntryView:
         return self.codec.decode(taken, self.dtype)
 
 
-class EntryStore:
+class EntryStore(_Storage):
     r"""Compressed entries (or index keys) of one source layer: a buffer that grows by doubling.
 
     Args:
@@ -238,9 +246,8 @@ class EntryStore:
     """
 
     def __init__(self, codec: CacheCodec, capacity: int | None = None):
-        self.codec, self.capacity = codec, capacity
-        self.parts: tuple[torch.Tensor, ...] | None = None
-        self.dtype: torch.dtype | None = None
+        super().__init__(codec)
+        self.capacity = capacity
 
     def write(self, x: torch.Tensor, first: torch.Tensor, counts: torch.Tensor, total: int) -> EntryView:
         r"""Write new entries of every row and return the view of all.
@@ -280,15 +287,6 @@ class EntryStore:
         for old, new in zip(self.parts or (), grown, strict=False):
             new[:, :held] = old
         self.parts, self.dtype = grown, x.dtype
-
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Apply `function` to every stored tensor."""
-        if self.parts is not None:
-            self.parts = tuple(function(part) for part in self.parts)
-
-    def reset(self) -> None:
-        """Forget everything."""
-        self.parts = None
 
     def nbytes(self, entries: int | None = None) -> int:
         """Bytes allocated for all rows, or used by `entries` entries of all rows together."""

@@ -30,7 +30,7 @@ from .engram import Dsv4EngramMemory
 from .generation_dsv4 import check_cache, check_replay
 from .host_tensors import host_modules
 from .hyper_connections import Dsv4HyperConnection, Dsv4HyperHead, collapse_streams, first_pre
-from .layers import Dsv4RMSNorm
+from .layers import Dsv4Head, Dsv4RMSNorm
 from .moe import Dsv4Experts, Dsv4TopKRouter, balanced_token_experts
 from .ngram_hash import Dsv4NgramHash, build_token_map, token_map_digest
 from .quantization import PACKED_DTYPES
@@ -334,6 +334,14 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
 
 class CausalHead:
     """Logits and loss on top of a model's output, for the classes with a head."""
+
+    def _put_head_on(self, model: nn.Module) -> None:
+        """Finish a class: its model, the prediction head, initial weights, and the options of `generate`."""
+        text = self.config.get_text_config()
+        self.model, self.vocab_size = model, text.vocab_size
+        self.lm_head = Dsv4Head(text.hidden_size, text.vocab_size)
+        self.post_init()
+        self.set_generation_options()
 
     def _add_head(self, outputs: Dsv4ModelOutput, labels, logits_to_keep, num_items_in_batch=None, shift_labels=None):
         """Return logits of the kept positions, the loss if there are labels, and the model's optional outputs.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.utils import can_return_tuple
 from transformers.utils.deprecation import deprecate_kwarg
 
@@ -17,10 +16,8 @@ from .cache import Dsv4Cache
 from .configuration_deepseek_v4 import Dsv4Config
 from .generation_dsv4 import Dsv4GenerationMixin
 from .language_model import CausalHead, Dsv4CausalLMOutput, Dsv4LanguageModel, Dsv4PreTrainedModel
-from .layers import Dsv4Head
 from .mtp import Dsv4MtpLayer
-from .quantization import register_quantizer
-from .released_loading import weight_transforms
+from .released_loading import register_models
 from .weight_names import WeightNames
 
 
@@ -64,11 +61,7 @@ class Dsv4ForCausalLM(CausalHead, Dsv4PreTrainedModel, Dsv4GenerationMixin):
 
     def __init__(self, config: Dsv4Config):
         super().__init__(config)
-        self.model = Dsv4Model(config)
-        self.vocab_size = config.vocab_size
-        self.lm_head = Dsv4Head(config.hidden_size, config.vocab_size)
-        self.post_init()
-        self.set_generation_options()
+        self._put_head_on(Dsv4Model(config))
 
     @can_return_tuple
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
@@ -132,8 +125,4 @@ class Dsv4ForCausalLM(CausalHead, Dsv4PreTrainedModel, Dsv4GenerationMixin):
         return self.loss_function(logits=logits, labels=labels[:, 1:], vocab_size=self.vocab_size, **options)
 
 
-for _model_class in (Dsv4Model, Dsv4ForCausalLM):
-    register_checkpoint_conversion_mapping(
-        _model_class.__name__, weight_transforms(_model_class.weight_names), overwrite=True
-    )
-register_quantizer()
+register_models(Dsv4Model, Dsv4ForCausalLM)

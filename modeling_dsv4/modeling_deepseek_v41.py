@@ -10,7 +10,6 @@ import copy
 import torch
 from torch import nn
 from transformers import initialization as init
-from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import can_return_tuple
 from transformers.utils.deprecation import deprecate_kwarg
@@ -19,9 +18,7 @@ from .cache import Dsv4Cache
 from .configuration_deepseek_v41 import Dsv41Config
 from .generation_dsv4 import Dsv4GenerationMixin
 from .language_model import CausalHead, Dsv4CausalLMOutput, Dsv4LanguageModel, Dsv4ModelOutput, Dsv4PreTrainedModel
-from .layers import Dsv4Head
-from .quantization import register_quantizer
-from .released_loading import weight_transforms
+from .released_loading import register_models
 from .vision import Dsv41MultiModalProjector, Dsv41VisionTower, image_span, unshuffle, unshuffle_index
 from .weight_names import WeightNames
 
@@ -202,12 +199,7 @@ class Dsv41ForCausalLM(CausalHead, Dsv4PreTrainedModel, Dsv4GenerationMixin):
 
     def __init__(self, config: Dsv41Config):
         super().__init__(_without_absent_parts(config, has_vision=False))
-        text = self.config.get_text_config()
-        self.model = Dsv41TextModel(self.config)
-        self.vocab_size = text.vocab_size
-        self.lm_head = Dsv4Head(text.hidden_size, text.vocab_size)
-        self.post_init()
-        self.set_generation_options()
+        self._put_head_on(Dsv41TextModel(self.config))
 
     @can_return_tuple
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
@@ -253,12 +245,7 @@ class Dsv41ForConditionalGeneration(CausalHead, Dsv4PreTrainedModel, Dsv4Generat
 
     def __init__(self, config: Dsv41Config):
         super().__init__(_without_absent_parts(config, has_vision=True))
-        text = self.config.get_text_config()
-        self.model = Dsv41Model(self.config)
-        self.vocab_size = text.vocab_size
-        self.lm_head = Dsv4Head(text.hidden_size, text.vocab_size)
-        self.post_init()
-        self.set_generation_options()
+        self._put_head_on(Dsv41Model(self.config))
 
     def get_image_features(self, *args, **kwargs) -> BaseModelOutputWithPooling:
         """Encode images; see `Dsv41Model.get_image_features`."""
@@ -301,8 +288,4 @@ class Dsv41ForConditionalGeneration(CausalHead, Dsv4PreTrainedModel, Dsv4Generat
         return self._add_head(outputs, labels, logits_to_keep, num_items_in_batch, shift_labels)
 
 
-for _model_class in (Dsv41TextModel, Dsv41Model, Dsv41ForCausalLM, Dsv41ForConditionalGeneration):
-    register_checkpoint_conversion_mapping(
-        _model_class.__name__, weight_transforms(_model_class.weight_names), overwrite=True
-    )
-register_quantizer()
+register_models(Dsv41TextModel, Dsv41Model, Dsv41ForCausalLM, Dsv41ForConditionalGeneration)

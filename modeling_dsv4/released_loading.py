@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
 from transformers.utils import cached_file, logging
 
@@ -23,7 +24,7 @@ from .configuration_common import PACKED_METHOD
 from .fp_codecs import dequantize_fp4_rows, dequantize_fp8_tiles
 from .host_tensors import host_modules
 from .ngram_hash import build_token_map
-from .quantization import PACKED_DTYPES, SCALE_DTYPES, loaded_dtype
+from .quantization import PACKED_DTYPES, SCALE_DTYPES, loaded_dtype, register_quantizer
 from .weight_names import OPTIONAL_PARTS, WeightNames
 
 logger = logging.get_logger(__name__)
@@ -69,6 +70,14 @@ def weight_transforms(names: WeightNames) -> list:
         WeightConverter(gate_up, "mlp.experts.gate_up_proj", operations=[merge, Concatenate(dim=1)]),
         WeightConverter("mlp.experts.*.down_proj.weight", "mlp.experts.down_proj", operations=[merge]),
     ]
+
+
+def register_models(*model_classes: type) -> None:
+    """Register the weight transforms of model classes, and the quantiser that their checkpoints ask for."""
+    for model_class in model_classes:
+        transforms = weight_transforms(model_class.weight_names)
+        register_checkpoint_conversion_mapping(model_class.__name__, transforms, overwrite=True)
+    register_quantizer()
 
 
 class ReleasedCheckpoint:
@@ -123,9 +132,8 @@ class ReleasedCheckpoint:
             return True
         if ours.endswith("_scale_inv"):  # of a weight that the model holds as floats
             return self._has_place(ours.removesuffix("_scale_inv"))
-        bank = _EXPERT.sub(".mlp.experts.", ours).replace(".gate_proj.weight", ".gate_up_proj")
-        bank = bank.replace(".up_proj.weight", ".gate_up_proj").replace(".down_proj.weight", ".down_proj")
-        return bank != ours and bank in self.expected
+        found = _place_in_bank(ours)
+        return found is not None and found[0] in self.expected
 
     @staticmethod
     def _refuse_unknown(unknown: list[TensorEntry]) -> None:
@@ -257,6 +265,16 @@ def _where(entry: TensorEntry) -> str:
     return f"{entry.name} in {entry.file}"
 
 
+def _place_in_bank(name: str) -> tuple[str, int, int | None] | None:
+    """Where a bank holds the matrix `name` of an expert: its name, the expert, and the half of the rows (down: all)."""
+    found = _EXPERT_MATRIX.match(name)
+    if found is None:
+        return None
+    stem, expert, kind = found.groups()
+    bank, half = ("down_proj", None) if kind == "down" else ("gate_up_proj", ("gate", "up").index(kind))
+    return f"{stem}.{bank}", int(expert), half
+
+
 def _expert_shape(name: str, bank: torch.Tensor) -> list[int]:
     """Shape of each stored matrix of a bank `[E, 2I, H]` or `[E, H, I]`."""
     _, rows, columns = bank.shape
@@ -355,16 +373,15 @@ class ReleasedCheckpointMixin:
         renamed = {}
         for name, tensor in state_dict.items():
             ours = self.weight_names.to_ours(name) or name
-            found = _EXPERT_MATRIX.match(ours)
+            found = _place_in_bank(ours)
             if found is None or ours in expected:
                 renamed[ours] = tensor
                 continue
-            stem, expert, kind = found.groups()
-            bank = f"{stem}.{'down_proj' if kind == 'down' else 'gate_up_proj'}"
-            place = renamed.setdefault(bank, expected[bank].clone())[int(expert)]
-            if kind != "down":
-                place = place.chunk(2)[kind == "up"]
-            place.copy_(tensor)
+            name, expert, half = found
+            if name not in renamed:
+                renamed[name] = expected[name].clone()
+            place = renamed[name][expert]
+            (place if half is None else place.chunk(2)[half]).copy_(tensor)
         return renamed
 
     def save_pretrained(self, *args, **kwargs):
