@@ -75,4 +75,5 @@ def test_layers_on_two_devices(name, kv_format):
             )
         real = mask.bool().to(logits[0].device)
         found.append(torch.cat([logits[0][real], *[step[:, -1] for step in logits[1:]]]).detach().cpu())
+    assert found[0].any()
     torch.testing.assert_close(found[1], found[0], atol=1e-9, rtol=0)

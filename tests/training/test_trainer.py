@@ -371,6 +371,10 @@ def test_a_real_model_resumes_from_its_checkpoint(cls, shards, tmp_path, monkeyp
         return weights(trainer)
 
     straight = run(tmp_path / "a", 4, save_strategy="steps", save_steps=2)
+    before = weights(SimpleNamespace(model=new_model()))
+    assert {name for name in before if torch.equal(straight[name], before[name])} == {
+        n for n in before if ".indexer." in n
+    }
     assert len(list((tmp_path / "a" / "checkpoint-2").glob("*.safetensors"))) > (3 if shards else 0)
     assert_equal(straight, run(tmp_path / "b", 4, resume=str(tmp_path / "a" / "checkpoint-2")))
 
