@@ -204,7 +204,7 @@ def test_spans_have_the_oracles_and_the_processors_roles(grid):
 
 
 def test_features_of_the_golden_case():
-    """Golden features (NeMo AutoModel) within 1e-4, as issue 3 asks; the oracle within 1e-5."""
+    """Golden features (NeMo AutoModel) within 1e-4; the oracle within 1e-5."""
     case, model = golden.load_case("image"), golden_model()
     grid = torch.as_tensor(case["image_grid_hws"]).long()
     with torch.no_grad():
