@@ -48,12 +48,19 @@ class SharedState(NamedTuple):
     selection: torch.Tensor | None = None
     candidates: torch.Tensor | None = None
 
+    def tail(self, layout: SequenceLayout, tail: SequenceLayout) -> SharedState:
+        """What the queries of `tail` need of this, when it was made for those of `layout`."""
+        chosen = (None if t is None else layout.take_tail(t, tail) for t in (self.selection, self.candidates))
+        return SharedState(self.entries, self.index_keys, *chosen)
+
 
 class LayerContext(NamedTuple):
-    r"""What every layer of one forward call shares.
+    r"""What the layers of one forward call share.
 
     tables: {"main", "compress"} -> cosine and sine `[B, S, P]` of the tokens; frequencies: the same keys -> `[P]`.
     image_mask `[B, S]` bool or `None`: positions of image spans. input_ids `[B, S]` int64 or `None`.
+    next_layout: set for the one layer that pools all its tokens and computes only the last ones (`DecoderReplay`).
+    pooled: whether entries of all tokens were pooled before, and these are the last ones.
     """
 
     layout: SequenceLayout
@@ -61,6 +68,16 @@ class LayerContext(NamedTuple):
     frequencies: dict[str, torch.Tensor]
     image_mask: torch.Tensor | None = None
     input_ids: torch.Tensor | None = None
+    next_layout: SequenceLayout | None = None
+    pooled: bool = False
+
+    def tail(self, tail: SequenceLayout) -> LayerContext:
+        """The context of the tokens of `tail` alone."""
+        tables = {
+            name: tuple(self.layout.take_tail(part, tail) for part in table) for name, table in self.tables.items()
+        }
+        of_tokens = (None if t is None else self.layout.take_tail(t, tail) for t in (self.image_mask, self.input_ids))
+        return LayerContext(tail, tables, self.frequencies, *of_tokens, pooled=True)
 
 
 class NewEntries(NamedTuple):
@@ -276,12 +293,14 @@ class Dsv4Attention(nn.Module):
         Args:
             x (`torch.Tensor` of shape `[B, S, H]`): normalised input, in shifted columns.
             state (`SharedState`): handed on by the layers before.
-            context (`LayerContext`): of the call.
+            context (`LayerContext`): of these tokens.
             cache (`Dsv4CacheLayer`, *optional*): of this layer.
 
         Returns:
             output `[B, S, H]`, dtype of `x`, and the state for the next layer.
         """
+        if not context.pooled:
+            state = self.pool(x, state, context, cache)
         table, codecs = context.tables[self.rope], cache_codecs(self.config)
         q_latent = self.q_a_norm(self.q_a_proj(x))
         queries = self.q_b_proj(q_latent).unflatten(-1, (self.heads, self.head_dim))
@@ -294,36 +313,40 @@ class Dsv4Attention(nn.Module):
             window = codecs["window"].rounded(window)
         else:
             window = cache.window.append(window, context.layout, keep_extra=cache.keep_extra(x.shape[1]))
-        state = self._update_state(x, q_latent, state, context, cache, codecs)
+        state = self._select(x, q_latent, state, context, codecs["index"])
         out = self._attend(queries, window, state, context.layout)
         out = rotate(out, table, inverse=True).flatten(-2).unflatten(-1, (self.groups, -1))
         return self.o_b_proj(self.o_a_proj(out)), state
 
-    def _update_state(self, x, q_latent, state, context, cache, codecs) -> SharedState:
-        """Pool entries (full) and select (full, reindex); other layers hand the state on."""
-        if self.mode == "full":
-            store = None if cache is None else cache.store
-            extra = 0 if cache is None else cache.keep_extra(x.shape[1])
-            new = self.compressor(x, context.layout, store and store.open_group, extra)
-            positions = (new.first[:, None] + torch.arange(new.latents.shape[1], device=x.device)) * self.ratio
-            table = rotary_table(positions, context.frequencies[self.rope])
-            entries = _keep(rotate(new.latents, table), new, store and store.entries, codecs["compressed"])
-            state = state._replace(entries=entries, index_keys=None, selection=None)
-            if self.selects:
-                with torch.no_grad():
-                    keys = self.indexer.place(self.indexer.make_keys(x, new, context, cache), table)
-                    keys = _keep(keys, new, store and store.index_keys, codecs["index"])
-                state = state._replace(index_keys=keys)
-        if self.selects and self.config.index_topk is not None:
-            # A choice has no gradient; the language-model loss never reaches the indexer (design, training).
+    def pool(
+        self, x: torch.Tensor, state: SharedState, context: LayerContext, cache: Dsv4CacheLayer | None = None
+    ) -> SharedState:
+        """Of a full layer: pool entries and make index keys of all tokens; other layers hand the state on."""
+        if self.mode != "full":
+            return state
+        store, codecs = None if cache is None else cache.store, cache_codecs(self.config)
+        extra = 0 if cache is None else cache.keep_extra(x.shape[1])
+        new = self.compressor(x, context.layout, store and store.open_group, extra)
+        positions = (new.first[:, None] + torch.arange(new.latents.shape[1], device=x.device)) * self.ratio
+        table = rotary_table(positions, context.frequencies[self.rope])
+        entries = _keep(rotate(new.latents, table), new, store and store.entries, codecs["compressed"])
+        keys = None
+        if self.selects:
             with torch.no_grad():
-                table, keys = context.tables[self.rope], state.index_keys
-                args = x, q_latent, table, keys, state.candidates, codecs["index"], context.layout
-                selection, candidates = self.indexer(*args)
-            state = state._replace(selection=selection)
-            if candidates is not None:
-                state = state._replace(candidates=candidates)
-        return state
+                keys = self.indexer.place(self.indexer.make_keys(x, new, context, cache), table)
+                keys = _keep(keys, new, store and store.index_keys, codecs["index"])
+        return state._replace(entries=entries, index_keys=keys, selection=None)
+
+    def _select(self, x, q_latent, state, context, codec) -> SharedState:
+        """Of a full or reindex layer: select entries; other layers hand the state on."""
+        if not self.selects or self.config.index_topk is None:
+            return state
+        # A choice has no gradient; the language-model loss never reaches the indexer (design, training).
+        with torch.no_grad():
+            args = context.tables[self.rope], state.index_keys, state.candidates, codec, context.layout
+            selection, candidates = self.indexer(x, q_latent, *args)
+        candidates = state.candidates if candidates is None else candidates
+        return state._replace(selection=selection, candidates=candidates)
 
     def _attend(self, queries, window, state: SharedState, layout: SequenceLayout) -> torch.Tensor:
         """Attend tile by tile: no S x T scores and no S x K entries exist at once."""
@@ -349,12 +372,13 @@ class Dsv4Attention(nn.Module):
         return torch.cat(outputs, dim=1)
 
     def _window_mask(self, tile: slice, slots: slice, held: int, layout: SequenceLayout) -> torch.Tensor:
-        """`[B, T, W]` bool: a query sees itself and the `window - 1` tokens before it, as far as they exist."""
+        """`[B, T, W]` bool: a query sees itself and the `window - 1` tokens before it, as far as they are there."""
         device = layout.past.device
         query = torch.arange(tile.start, tile.stop, device=device)[:, None] + held
         slot = torch.arange(slots.start, slots.stop, device=device)
         near = (slot <= query) & (slot > query - self.window)
-        return near & (layout.past[:, None, None] - held + slot >= 0)
+        first = layout.past - held if layout.floor is None else layout.past - held - layout.floor
+        return near & (first[:, None, None] + slot >= 0)
 
 
 def _keep(x: torch.Tensor, new: NewEntries, store: EntryStore | None, codec: CacheCodec) -> EntryView:

@@ -33,6 +33,8 @@ from .sequence_layout import SequenceLayout
 KV_FORMATS = ("packed", "float")
 # While drafts are verified, a ring keeps what one verification may drop; never more than this many tokens.
 MAX_RECORDED = 128
+# Tensors of a `Dsv4Cache` beside those of its parts, `None` where there is nothing to say.
+STATE = ("lengths", "column_mask", "_droppable", "window_floor")
 
 
 class SourceStore:
@@ -152,6 +154,8 @@ class Dsv4Cache(Cache):
         self.column_mask: torch.Tensor | None = None  # [B, columns] bool, None while every column is real
         self.record_past = False
         self._droppable: torch.Tensor | None = None  # [B] tokens that a rollback can still take back
+        # [B] position before which the windows behind the cut hold nothing (bounded replay), None = nowhere.
+        self.window_floor: torch.Tensor | None = None
 
     @property
     def _parts(self) -> list:
@@ -185,8 +189,11 @@ class Dsv4Cache(Cache):
         """Slots that rings keep beyond their size for a call of `columns` columns (drafts being verified)."""
         return min(columns, MAX_RECORDED) if self.record_past else 0
 
-    def advance(self, layout: SequenceLayout, valid: torch.Tensor | None) -> None:
+    def advance(
+        self, layout: SequenceLayout, valid: torch.Tensor | None, window_floor: torch.Tensor | None = None
+    ) -> None:
         """Count the tokens of a finished call; `valid` is the mask of its columns before shifting, or `None`."""
+        self.window_floor = window_floor
         bound = self.rollback + self.keep_extra(layout.columns)
         held = torch.zeros_like(layout.past) if self._droppable is None else self._droppable
         self._droppable = torch.minimum(held + layout.new, torch.full_like(held, bound))
@@ -311,9 +318,9 @@ class Dsv4Cache(Cache):
             return
         for part in self._parts:
             part.map(function)
-        self.lengths, self._droppable = function(self.lengths), function(self._droppable)
-        if self.column_mask is not None:
-            self.column_mask = function(self.column_mask)
+        for name in STATE:
+            if getattr(self, name) is not None:
+                setattr(self, name, function(getattr(self, name)))
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Take row `beam_idx[i]` as row i (beam search)."""
@@ -362,9 +369,8 @@ class Dsv4Cache(Cache):
                     sizes["index"] += layer.store.index_keys.nbytes(used)
                 for group in (layer.store.open_group, layer.store.open_index_group):
                     sizes["state"] += 0 if group is None else group.nbytes(longest)
-        masks = [self.lengths, self._droppable] + ([self.column_mask] if self.column_mask is not None else [])
         sizes["state"] += 0 if self.ngram_ids is None else self.ngram_ids.nbytes(longest)
-        sizes["state"] += sum(t.nbytes for t in masks)
+        sizes["state"] += sum(getattr(self, name).nbytes for name in STATE if getattr(self, name) is not None)
         return sizes
 
     def save(self, path: str) -> None:
@@ -374,7 +380,7 @@ class Dsv4Cache(Cache):
             for j, tensor in enumerate(part.parts or ()):
                 tensors[f"{i}.{j}"] = tensor.contiguous()
                 dtypes[str(i)] = str(part.dtype).removeprefix("torch.")
-        for name in ("lengths", "column_mask", "_droppable"):
+        for name in STATE:
             if getattr(self, name) is not None:
                 tensors[name] = getattr(self, name).contiguous()
         about = {k: getattr(self, k) for k in ("kv_format", "rollback", "max_length", "columns", "record_past")}
@@ -403,7 +409,7 @@ class Dsv4Cache(Cache):
                 f"{path} was made for another configuration: {about['schedule']}, expected {cache._schedule}."
             )
         cache.columns, cache.record_past = about["columns"], about["record_past"]
-        for name in ("lengths", "column_mask", "_droppable"):
+        for name in STATE:
             setattr(cache, name, tensors.pop(name, None))
         parts = cache._parts
         for key in sorted(tensors, key=lambda k: tuple(map(int, k.split(".")))):
@@ -411,6 +417,12 @@ class Dsv4Cache(Cache):
             parts[index].parts = (parts[index].parts or ()) + (tensors[key],)
             parts[index].dtype = getattr(torch, about["dtypes"][str(index)])
         return cache
+
+
+def check_cache(cache) -> None:
+    """Raise a `ValueError` unless `cache` is of the kind these models fill (installed or remote code) or `None`."""
+    if cache is not None and all(kind.__name__ != Dsv4Cache.__name__ for kind in type(cache).__mro__):
+        raise ValueError(f"cache is a {type(cache).__name__}; accepted: Dsv4Cache, which owns the shared entries.")
 
 
 def cache_codecs(config, kv_format: str = "float") -> dict[str, CacheCodec]:

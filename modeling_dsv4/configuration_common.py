@@ -284,6 +284,11 @@ class DecoderConfig(ReleasedConfig):
         """Per backbone layer: "window", "full", "reindex" or "reuse" (V4.1 report section 2.3.1)."""
         raise NotImplementedError
 
+    @property
+    def decoder_cut(self) -> int:
+        """The last layer that pools entries: the decoder begins with it (V4.1 report section 2.2)."""
+        return max((layer for layer, mode in enumerate(self.layer_modes) if mode == "full"), default=0)
+
     def mode(self, layer: int) -> str:
         """The mode of `layer`; draft stages, behind the backbone, are window-only."""
         return self.layer_modes[layer] if layer < self.num_hidden_layers else "window"

@@ -5,6 +5,7 @@ Source: contract section 4 (order of a layer), V4.1 report section 2.4.1 (which 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from .engram import Dsv4EngramMemory
 from .hyper_connections import Dsv4HyperConnection, collapse_streams, expand_streams
 from .layers import Dsv4RMSNorm
 from .moe import Dsv4SparseMoeBlock
+from .sequence_layout import SequenceLayout
 
 
 class StreamState(NamedTuple):
@@ -24,6 +26,11 @@ class StreamState(NamedTuple):
     streams: torch.Tensor
     pre: torch.Tensor
     shared: SharedState
+
+    def tail(self, layout: SequenceLayout, tail: SequenceLayout) -> StreamState:
+        """What flows of the tokens of `tail`, when this is of those of `layout`."""
+        streams, pre = (layout.take_tail(t, tail) for t in (self.streams, self.pre))
+        return StreamState(streams, pre, self.shared.tail(layout, tail))
 
 
 class Dsv4DecoderLayer(GradientCheckpointingLayer):
@@ -52,9 +59,12 @@ class Dsv4DecoderLayer(GradientCheckpointingLayer):
 
         Args:
             flow (`StreamState`): from the layer before.
-            context (`LayerContext`): of the call.
+            context (`LayerContext`): of the tokens of `flow`.
             engram_rows (`torch.Tensor` of shape `[B, S, lookups]`, int64, *optional*): of an Engram layer.
             cache (`Dsv4CacheLayer`, *optional*): of this layer.
+
+        Returns:
+            `StreamState` of the same tokens, or of those of `context.next_layout`.
         """
         streams, pre, shared = flow
         if engram_rows is not None:
@@ -62,6 +72,11 @@ class Dsv4DecoderLayer(GradientCheckpointingLayer):
         # A site predicts its own coefficients; single pass, it collapses by the pre of the site before it.
         own_pre, post, comb = self.attn_hc(streams)
         x = self.input_layernorm(collapse_streams(streams, pre if self.single_pass else own_pre))
+        if context.next_layout is not None:
+            shared = self.self_attn.pool(x, shared, context, cache)
+            take = partial(context.layout.take_tail, tail=context.next_layout)
+            x, streams, own_pre, post, comb = map(take, (x, streams, own_pre, post, comb))
+            context = context.tail(context.next_layout)
         x, shared = self.self_attn(x, shared, context, cache)
         streams, pre = expand_streams(streams, x, post, comb), own_pre
 

@@ -1,7 +1,7 @@
 """What `generate` does differently for these models: the cache it makes, its options, and what it refuses.
 
 Three options live on the generation config of every model, are saved with it and can be given to `generate`:
-`kv_format` ("packed" or "float"), `decoder_replay` ("full" or "exact") and `use_mtp`.
+`kv_format` ("packed" or "float"), `decoder_replay` ("full", "exact" or "bounded") and `use_mtp`.
 """
 
 from __future__ import annotations
@@ -9,22 +9,10 @@ from __future__ import annotations
 import torch
 from transformers import GenerationMixin
 
-from .cache import KV_FORMATS, Dsv4Cache
+from .cache import KV_FORMATS, Dsv4Cache, check_cache
+from .decoder_replay import check_replay
 
-REPLAY_MODES = ("full", "exact")
 OPTIONS = {"kv_format": "packed", "decoder_replay": "exact", "use_mtp": False}
-
-
-def check_cache(cache) -> None:
-    """Raise a `ValueError` unless `cache` is of the kind these models fill (installed or remote code) or `None`."""
-    if cache is not None and all(kind.__name__ != Dsv4Cache.__name__ for kind in type(cache).__mro__):
-        raise ValueError(f"cache is a {type(cache).__name__}; accepted: Dsv4Cache, which owns the shared entries.")
-
-
-def check_replay(decoder_replay: str) -> None:
-    """Raise a `ValueError` for an unknown or not yet available replay mode."""
-    if decoder_replay not in REPLAY_MODES:
-        raise ValueError(f"decoder_replay is {decoder_replay!r}; accepted: {REPLAY_MODES}.")
 
 
 class Dsv4GenerationMixin(GenerationMixin):

@@ -23,11 +23,11 @@ from transformers.utils import can_return_tuple, logging
 from transformers.utils.deprecation import deprecate_kwarg
 
 from .attention import Dsv4Attention, Dsv4Compressor, LayerContext, SharedState
-from .cache import Dsv4Cache
+from .cache import Dsv4Cache, check_cache
 from .capture import OutputCapture
 from .decoder import Dsv4DecoderLayer, StreamState
+from .decoder_replay import DecoderReplay, check_replay
 from .engram import Dsv4EngramMemory
-from .generation_dsv4 import check_cache, check_replay
 from .host_tensors import host_modules
 from .hyper_connections import Dsv4HyperConnection, Dsv4HyperHead, collapse_streams, first_pre
 from .layers import Dsv4Head, Dsv4RMSNorm
@@ -188,6 +188,14 @@ class Dsv4PreTrainedModel(ReleasedCheckpointMixin, PreTrainedModel):
                 self.config.get_text_config().engram_token_map_sha256 = token_map_digest(module.token_map)
 
 
+def _columns_read(logits_to_keep: int | torch.Tensor, columns: int) -> int:
+    """How many of the last columns hold all that `logits_to_keep` names (0 = all)."""
+    if isinstance(logits_to_keep, int):
+        return min(logits_to_keep or columns, columns)
+    named = torch.arange(columns, device=logits_to_keep.device)[logits_to_keep]
+    return columns - int(named.min()) if len(named) else 1
+
+
 class Dsv4LanguageModel(Dsv4PreTrainedModel):
     """Embedding, layers, final collapse and norm; the entry files derive from it."""
 
@@ -217,6 +225,7 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
         output_router_logits: bool | None = None,
         output_selections: bool | None = None,
         output_streams: bool = False,
+        logits_to_keep: int | torch.Tensor = 0,
         decoder_replay: str = "full",
         **kwargs,
     ) -> Dsv4ModelOutput:
@@ -231,34 +240,46 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
                 training mode while gradients are recorded.
             output_hidden_states, output_router_logits, output_selections, output_streams (`bool`, *optional*): see
                 `Dsv4ModelOutput`.
+            logits_to_keep (`int` or index tensor, *optional*, defaults to 0): last columns whose final state will be
+                read, 0 = all; "exact" and "bounded" return zeros for the columns that they leave out.
             decoder_replay (`str`, *optional*, defaults to `"full"`): "full" runs every layer on every token; "exact" gives
-                the same numbers and may leave out decoder work that nothing reads (it leaves out none yet).
+                the same final states and cache, without decoder work that nothing reads; "bounded" approximates the
+                windows of the decoder from the last `sliding_window` tokens of the call. See `DecoderReplay`.
 
         Raises:
             ValueError: for inputs that contradict each other, the cache or the model.
         """
         text = self.config.get_text_config()
-        self._check_inputs(input_ids, inputs_embeds, cache, decoder_replay, kwargs)
+        self._check_inputs(input_ids, inputs_embeds, cache, kwargs)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        if output_router_logits is None:
+            output_router_logits = text.output_router_logits
+        wanted = output_hidden_states, output_router_logits, output_selections
+        columns = (input_ids if inputs_embeds is None else inputs_embeds).shape[1]
+        keep = columns if any(wanted) or output_streams else _columns_read(logits_to_keep, columns)
+        check_replay(decoder_replay, keep=keep, columns=columns, window=text.sliding_window)
         embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         more_may_follow = cache is not None
         if cache is None and self._wants_cache(use_cache):
             cache = Dsv4Cache(self.config, "packed" if text.cache_rounding else "float")
         layout, valid = self._layout(attention_mask, position_ids, cache, embeds, more_may_follow)
         context, rows = self._context(input_ids, layout, cache, embeds)
+        replay = DecoderReplay(decoder_replay, text, context, keep, cache)
         streams = layout.shift(embeds).unsqueeze(2).expand(-1, -1, text.hc_mult, -1)
         flow = StreamState(streams.contiguous(), first_pre(streams), SharedState())
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
-        wanted = output_hidden_states, output_router_logits, output_selections
         capture = OutputCapture(text, layout, *wanted, embeddings=embeds)
         for index, layer in enumerate(self.layers):
+            flow, context = replay.enter(index, flow)
+            memory = layout.take_tail(rows[index], context.layout) if index in rows else None
             with capture.watching(layer, flow):
-                flow = layer(flow, context, rows.get(index), None if cache is None else cache.layers[index])
+                flow = layer(flow, context, memory, None if cache is None else cache.layers[index])
             capture.add_selection(index, flow)
         pre = flow.pre if text.single_pass_hc else self.hc_head(flow.streams)
-        hidden = layout.unshift(self.norm(collapse_streams(flow.streams, pre.to(flow.streams.device))))
+        hidden = self.norm(collapse_streams(flow.streams, pre.to(flow.streams.device)))
+        hidden = layout.unshift(layout.put_tail(hidden, replay.layout))
         if cache is not None:
-            cache.advance(layout, valid)
+            cache.advance(layout, valid, replay.window_floor)
         streams = layout.unshift(flow.streams) if output_streams else None
         return Dsv4ModelOutput(last_hidden_state=hidden, cache=cache, streams=streams, **capture.fields(hidden))
 
@@ -277,7 +298,7 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
             return self.config.get_text_config().use_cache and not (torch.is_grad_enabled() and self.training)
         return use_cache
 
-    def _check_inputs(self, input_ids, inputs_embeds, cache, decoder_replay, kwargs) -> None:
+    def _check_inputs(self, input_ids, inputs_embeds, cache, kwargs) -> None:
         if input_ids is None and inputs_embeds is None:
             raise ValueError("input_ids and inputs_embeds are both None; accepted: input_ids, or both.")
         text = self.config.get_text_config()
@@ -291,7 +312,6 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
             raise ValueError(
                 "cache is given while gradients are checkpointed, which would fill it twice; accepted: None."
             )
-        check_replay(decoder_replay)
 
     def _layout(
         self, attention_mask, position_ids, cache, embeds, more_may_follow=False

@@ -98,6 +98,7 @@ class Dsv4ForCausalLM(CausalHead, Dsv4PreTrainedModel, Dsv4GenerationMixin):
             cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            logits_to_keep=logits_to_keep,
             **(kwargs | {"return_dict": True, "output_streams": with_streams}),
         )
         result = self._add_head(outputs, labels, logits_to_keep, num_items_in_batch, shift_labels)

@@ -231,6 +231,7 @@ class Dsv41ForCausalLM(CausalHead, Dsv4PreTrainedModel, Dsv4GenerationMixin):
             cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            logits_to_keep=logits_to_keep,
             **(kwargs | {"return_dict": True}),
         )
         return self._add_head(outputs, labels, logits_to_keep, num_items_in_batch, shift_labels)
@@ -283,6 +284,7 @@ class Dsv41ForConditionalGeneration(CausalHead, Dsv4PreTrainedModel, Dsv4Generat
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             mm_encoder_outputs=mm_encoder_outputs,
+            logits_to_keep=logits_to_keep,
             **(kwargs | {"return_dict": True}),
         )
         return self._add_head(outputs, labels, logits_to_keep, num_items_in_batch, shift_labels)

@@ -22,6 +22,7 @@ class SequenceLayout:
         columns (`int`): columns of the call, padding included (S).
         order (`torch.Tensor` of shape `[B, S]`, int64, or `None`): source column of each column; `None` if unchanged.
         is_ragged (`bool`): whether rows differ in `new`.
+        floor (`torch.Tensor` of shape `[B]`, int64, or `None`): position before which a window holds nothing; `None` = 0.
     """
 
     past: torch.Tensor
@@ -29,6 +30,7 @@ class SequenceLayout:
     columns: int
     order: torch.Tensor | None = None
     is_ragged: bool = False
+    floor: torch.Tensor | None = None
 
     @classmethod
     def from_mask(cls, valid: torch.Tensor | None, past: torch.Tensor, columns: int) -> SequenceLayout:
@@ -63,9 +65,10 @@ class SequenceLayout:
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> SequenceLayout:
         """Return the layout on `device`; a model that is spread over devices hands it on so."""
-        past, new = (t.to(device, non_blocking=non_blocking) for t in (self.past, self.new))
-        order = None if self.order is None else self.order.to(device, non_blocking=non_blocking)
-        return replace(self, past=past, new=new, order=order)
+        tensors = {name: getattr(self, name) for name in ("past", "new", "order", "floor")}
+        return replace(
+            self, **{k: None if t is None else t.to(device, non_blocking=non_blocking) for k, t in tensors.items()}
+        )
 
     def shift(self, x: torch.Tensor) -> torch.Tensor:
         """Move the real tokens of `[B, S, ...]` to the front of their rows."""
@@ -74,6 +77,36 @@ class SequenceLayout:
     def unshift(self, x: torch.Tensor) -> torch.Tensor:
         """Undo `shift`; what lies at padding afterwards has no meaning."""
         return x if self.order is None else _take_columns(x, torch.argsort(self.order, dim=-1))
+
+    def tail(self, count: int) -> SequenceLayout:
+        """The layout of the last `count` real tokens of each row; `self` if that is all of them."""
+        if count >= self.columns:
+            return self
+        skipped = (self.new - count).clamp(min=0)
+        past = self.past + skipped
+        before = torch.zeros_like(past) if self.floor is None else self.floor
+        floor = torch.where(skipped > 0, past, before)  # the windows of a row that skips begin with its first token
+        return replace(self, past=past, new=self.new - skipped, columns=count, order=None, floor=floor)
+
+    def take_tail(self, x: torch.Tensor, tail: SequenceLayout) -> torch.Tensor:
+        """Of `[B, S, ...]` in these columns, those of `tail`."""
+        if tail.columns == self.columns:
+            return x
+        if not self.is_ragged:
+            return x[:, self.columns - tail.columns :]
+        return take_rows_from(x, tail.past - self.past, tail.columns)
+
+    def put_tail(self, x: torch.Tensor, tail: SequenceLayout) -> torch.Tensor:
+        """Undo `take_tail`, with zeros in the columns that it left out."""
+        if tail.columns == self.columns:
+            return x
+        whole = x.new_zeros(x.shape[0], self.columns, *x.shape[2:])
+        if not self.is_ragged:
+            whole[:, self.columns - tail.columns :] = x
+            return whole
+        columns = (tail.past - self.past)[:, None] + torch.arange(tail.columns, device=tail.past.device)
+        rows = torch.arange(len(x), device=x.device)[:, None]
+        return whole.index_put((rows, columns.to(x.device)), x)
 
 
 def _take_columns(x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
