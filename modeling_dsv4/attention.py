@@ -35,6 +35,8 @@ from .sparse_attention import (
 
 # Queries are processed in tiles whose largest intermediate has about this many elements.
 MAX_TILE_ELEMENTS = 1 << 23
+# A tile of attention is no longer than a window, whose keys it shares, or than this many queries.
+MIN_TILE = 64
 
 
 class SharedState(NamedTuple):
@@ -226,34 +228,36 @@ class Dsv4Indexer(nn.Module):
         weights = self.weights_proj(x) * (self.head_dim**-0.5 * self.heads**-0.5)
         # Padding columns continue the count of positions beyond the entries that exist.
         visible = ((layout.position_ids + 1) // self.ratio).clamp(max=keys.count)
-        all_keys = keys.read()
         pool = candidates if self.uses_candidates else None
         if pool is not None and pool.shape[-1] * self.block_size >= keys.count:
             pool = None  # it holds every entry
+        if pool is not None and pool[..., 0].numel() * pool.shape[-1] * self.block_size >= keys.count:
+            keys = keys.unpacked()  # the queries together look up more keys than there are
         # In the pool every query has keys of its own; elsewhere they share them.
         each = keys.count if pool is None else pool.shape[-1] * self.block_size * self.head_dim
         step = max(1, MAX_TILE_ELEMENTS // max(1, len(x) * each))
         selections, pools = [], []
         for tile in _tiles(x.shape[1], step):
-            args = queries[:, tile], weights[:, tile], visible[:, tile], all_keys
+            args = queries[:, tile], weights[:, tile], visible[:, tile], keys
             selection, blocks = self._select(*args, None if pool is None else pool[:, tile])
             selections.append(selection.int())
             pools.append(blocks)
         return torch.cat(selections, dim=1), torch.cat(pools, dim=1) if self.makes_candidates else None
 
-    def _select(self, queries, weights, visible, keys, pool):
+    def _select(self, queries, weights, visible, keys: EntryView, pool):
         """Select for one tile of queries, among the entries of the blocks `pool` or among all (`None`)."""
-        count = keys.shape[1]
         if pool is not None:
             positions = expand_blocks(pool.long(), block_size=self.block_size)
-            index = positions.clamp(0, count - 1).flatten(1)[..., None].expand(-1, -1, keys.shape[-1])
-            near = keys.gather(1, index).unflatten(1, positions.shape[1:])
+            near = keys.gather(positions.clamp(max=keys.count - 1))
             hidden = (positions < 0) | (positions >= visible[..., None])
             scores = index_scores(queries, near, weights).masked_fill(hidden, float("-inf"))
             chosen = select_topk(scores, self.topk)
             return torch.where(chosen < 0, -1, positions.gather(-1, chosen.clamp(min=0))), None
-        hidden = torch.arange(count, device=keys.device) >= visible[..., None]
-        scores = index_scores(queries, keys, weights).masked_fill(hidden, float("-inf"))
+        piece = max(1, MAX_TILE_ELEMENTS // max(1, queries[..., 0].numel()))
+        scores = [index_scores(queries, keys.read(p.start, p.stop), weights) for p in _tiles(keys.count, piece)]
+        scores = torch.cat(scores, dim=-1) if scores else queries.new_zeros(*queries.shape[:2], 0)
+        hidden = torch.arange(keys.count, device=scores.device) >= visible[..., None]
+        scores = scores.masked_fill(hidden, float("-inf"))
         blocks = None
         if self.makes_candidates:
             blocks = select_candidate_blocks(scores, visible, block_size=self.block_size, k=self.blocks_kept).int()
@@ -353,12 +357,17 @@ class Dsv4Attention(nn.Module):
         length, held = queries.shape[1], window.shape[1] - queries.shape[1]
         entries = state.entries if self.mode != "window" else None
         selection = state.selection if entries is not None else None
-        columns = self.head_dim * selection.shape[-1] if selection is not None else self.heads * self.window
-        if entries is not None and selection is None:
-            columns = self.heads * max(entries.count, self.window)
+        # Numbers a query needs at once: scores of a window of keys before the tile and one in it; scores of the entries, or
+        # entries of its own.
+        each = self.heads * 2 * self.window
+        if selection is not None:
+            each += max(self.heads, self.head_dim) * selection.shape[-1]
+        elif entries is not None:
+            each += self.heads * entries.count
         everything = entries.read() if entries is not None and selection is None else None
         outputs = []
-        for tile in _tiles(length, max(1, MAX_TILE_ELEMENTS // max(1, len(queries) * columns))):
+        step = min(MAX_TILE_ELEMENTS // (len(queries) * each), max(self.window, MIN_TILE))
+        for tile in _tiles(length, max(1, step)):
             slots = slice(max(0, held + tile.start - self.window + 1), held + tile.stop)
             visible = (layout.position_ids[:, tile] + 1) // self.ratio if self.ratio else None
             args = queries[:, tile], window[:, slots], self._window_mask(tile, slots, held, layout)

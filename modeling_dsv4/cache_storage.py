@@ -223,6 +223,10 @@ class EntryView:
         """Return the view with its parts on `device`, for a layer that lies on another device than the source."""
         return replace(self, parts=tuple(part.to(device, non_blocking=non_blocking) for part in self.parts))
 
+    def unpacked(self) -> EntryView:
+        """Return the same entries decoded, for readers that look them up many times."""
+        return EntryView((self.read(),), UNROUNDED, self.dtype)
+
     def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return entries `start` to `stop` of every row, `[B, stop - start, D]`."""
         return self.codec.decode(tuple(part[:, start:stop] for part in self.parts), self.dtype)

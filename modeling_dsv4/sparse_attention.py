@@ -59,33 +59,23 @@ def hadamard_rotate(x: torch.Tensor) -> torch.Tensor:
     return (out * size**-0.5).to(x.dtype)
 
 
-def index_scores(
-    queries: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, *, max_elements: int = 1 << 24
-) -> torch.Tensor:
+def index_scores(queries: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     r"""Score entries for queries:  sum over heads of relu(q_h . k_j) * w_h  (contract section 6.2).
 
     Args:
         queries (`torch.Tensor` of shape `[B, T, Hi, Di]`).
         keys (`torch.Tensor` of shape `[B, C, Di]`, the same keys for every query, or `[B, T, C, Di]`).
         weights (`torch.Tensor` of shape `[B, T, Hi]`).
-        max_elements (`int`, *optional*): bound on the elements of an intermediate; the entries are taken in pieces.
 
     Returns:
         `torch.Tensor` of shape `[B, T, C]`, dtype of `queries`: the dot product, the product with the weight and the
         head sum are each rounded to it.
     """
-    batch, length, heads, _ = queries.shape
-    count = keys.shape[-2]
-    piece = max(1, max_elements // (batch * length * heads))
-    scores = []
-    for start in range(0, count, piece):
-        part = keys[..., start : start + piece, :]
-        if keys.ndim == 3:
-            dots = (queries.flatten(1, 2) @ part.mT).unflatten(1, (length, heads))
-        else:
-            dots = queries @ part.mT
-        scores.append((dots.relu() * weights[..., None]).sum(dim=2))
-    return torch.cat(scores, dim=-1) if scores else queries.new_zeros(batch, length, 0)
+    if keys.ndim == 3:
+        dots = (queries.flatten(1, 2) @ keys.mT).unflatten(1, queries.shape[1:3])
+    else:
+        dots = queries @ keys.mT
+    return (dots.relu() * weights[..., None]).sum(dim=2)
 
 
 def select_topk(scores: torch.Tensor, k: int) -> torch.Tensor:

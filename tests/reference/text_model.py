@@ -67,10 +67,10 @@ def source_of(layer, sources):
 class Row:
     """One unpadded row of tokens on its way through the layers; `record` collects what the layers produce."""
 
-    def __init__(self, weights, config, length, image_mask, rounding, linear_rounding, moved):
+    def __init__(self, weights, config, length, image_mask, rounding, linear_rounding, moved, window_floors):
         self.weights, self.config, self.length = weights, config, length
         self.image_mask = np.zeros(length, dtype=bool) if image_mask is None else image_mask
-        self.rounding, self.moved = rounding, moved
+        self.rounding, self.moved, self.window_floors = rounding, moved, window_floors
         self.round_input = formats.round_fp8 if linear_rounding else lambda x: x
         self.eps = config["rms_norm_eps"]
         self.record = {}
@@ -166,8 +166,10 @@ class Row:
         window = self.cached("window", layer, window)
         selected = self.select(layer, x, latent, freqs) if ratio else [[]] * self.length
         output = np.zeros_like(x)
+        behind_cut = self.window_floors is not None and layer > max(config["kv_source_layer_ids"])
         for t in range(self.length):
-            entries = window[max(0, t - config["sliding_window"] + 1) : t + 1]
+            first = max(0, t - config["sliding_window"] + 1)
+            entries = window[max(first, self.window_floors[t]) if behind_cut else first : t + 1]
             if ratio:
                 source = source_of(layer, config["kv_source_layer_ids"])
                 entries = np.concatenate([entries, self.compressed[source][selected[t]]])
@@ -271,6 +273,7 @@ def forward(
     rounding=True,
     linear_rounding=False,
     moved=(),
+    window_floors=None,
 ):
     """Run the text model on [B, S] token ids, each row alone and without its padding.
 
@@ -285,6 +288,9 @@ def forward(
         linear_rounding (bool): FP8 rounding of the inputs of FP8 / FP4 linears.
         moved (sequence of (part, layer, index)): codes of the only row to take from the other side of their tie; `part` is a
             key of `FORMATS`, `index` a full index into the rounded array of the row.
+        window_floors (sequence of S int, *optional*): the position before which the window of a query holds nothing in the
+            layers after the last KV source (contract section 13, variant [V]); logits of queries that such a run leaves out
+            have no meaning.
         token_map (list, *optional*): compressed token ids (`engram.build_token_map`); None: ids are used as they are.
 
     Returns:
@@ -308,7 +314,7 @@ def forward(
         hashes = (
             engram.row_ids(ids[at], text_config, token_map, image_row) if text_config["engram_layer_ids"] else None
         )
-        row = Row(weights, text_config, len(at), image_row, rounding, linear_rounding, moved)
+        row = Row(weights, text_config, len(at), image_row, rounding, linear_rounding, moved, window_floors)
         record = row.run(embeddings, hashes)
         if hashes is not None:
             record["engram_hash"] = hashes

@@ -9,6 +9,8 @@ import torch
 
 from modeling_dsv4.training import Dsv4Optimizer, build_param_groups
 
+from tests.memory import allocations
+
 from .standin import set_gradients, snapshot, tiny_optimizer
 
 
@@ -115,20 +117,6 @@ def test_group_values_are_plain_and_schedulers_keep_the_ratios():
 # -- memory and compilation -------------------------------------------------------------------------------------------
 
 
-def peak_bytes(function):
-    """Largest sum of live CPU allocations that `function` makes, by the profiler's memory events."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        function()
-    events = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ns_dtype", ["float32", "bfloat16"])
 def test_a_step_on_an_expert_bank_needs_no_more_than_its_chunk(dtype, ns_dtype):
@@ -137,11 +125,11 @@ def test_a_step_on_an_expert_bank_needs_no_more_than_its_chunk(dtype, ns_dtype):
     optimizer = Dsv4Optimizer([p], algorithm="muon", row_splits=(32, 32), ns_dtype=ns_dtype, chunk_bytes=chunk)
     p.grad = torch.randn(24, 64, 96).to(dtype)
     optimizer.step()
-    extra = peak_bytes(optimizer.step)
+    extra = allocations(optimizer.step).peak
     assert 0.3 * chunk < extra <= 1.5 * chunk
     # Without the bound the same step needs several times as much.
     optimizer.param_groups[0]["chunk_bytes"] = 2**30
-    assert peak_bytes(optimizer.step) > 3 * chunk
+    assert allocations(optimizer.step).peak > 3 * chunk
 
 
 def test_a_step_on_a_table_needs_its_row_block_and_a_few_row_vectors():
@@ -150,9 +138,9 @@ def test_a_step_on_a_table_needs_its_row_block_and_a_few_row_vectors():
     optimizer = Dsv4Optimizer([p], algorithm="sinkhorn", chunk_bytes=chunk, keep_bytes=0)
     p.grad = torch.randn(4096, 64)
     optimizer.step()
-    assert peak_bytes(optimizer.step) <= chunk + 6 * 4096 * 4
+    assert allocations(optimizer.step).peak <= chunk + 6 * 4096 * 4
     optimizer.param_groups[0]["keep_bytes"] = 2**32
-    assert peak_bytes(optimizer.step) > 4096 * 64 * 4
+    assert allocations(optimizer.step).peak > 4096 * 64 * 4
 
 
 @pytest.mark.slow
