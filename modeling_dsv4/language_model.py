@@ -98,6 +98,12 @@ class Dsv4PreTrainedModel(ReleasedCheckpointMixin, PreTrainedModel):
         "position_bias",
     ]
 
+    def post_init(self) -> None:
+        """Finish a class; of the modules that stay in float32, it names those that it has."""
+        super().post_init()
+        present = {part for name in self.state_dict() for part in name.split(".")}
+        self._keep_in_fp32_modules_strict &= present
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         std = self.config.get_text_config().initializer_range

@@ -289,34 +289,48 @@ def test_fixed_capacity_is_allocated_once_and_refused_beyond(model):
     assert_same_as_alone(model, cache, rows, probe=2)
 
 
-def _simulate(config, tokens, rollback=16):
-    """Fill a cache of a configuration with random values, without a model."""
-    cache = Dsv4Cache(config, rollback=rollback)
-    layout = cache.layout(None, 1, tokens, torch.device("cpu"))
-    for index, layer in enumerate(cache.layers):
-        layer.window.append(torch.randn(1, tokens, config.head_dim, dtype=torch.bfloat16), layout)
-        if layer.store is not None:
-            ratio = config.compress_ratios[index]
-            for store, width in (
-                (layer.store.entries, config.head_dim),
-                (layer.store.index_keys, config.index_head_dim),
-            ):
-                x = torch.randn(1, tokens // ratio, width, dtype=torch.bfloat16)
-                store.write(x, torch.zeros(1).long(), torch.tensor([tokens // ratio]), tokens // ratio)
-    cache.advance(layout, None)
+def _simulate(config, tokens, rollback=16, call=1 << 16):
+    """Fill a cache of a configuration with random values in calls of some length, without a model."""
+    cache, device = Dsv4Cache(config, rollback=rollback), torch.device("cpu")
+    values = {
+        size: torch.randn(1, call, size, dtype=torch.bfloat16) for size in (config.head_dim, config.index_head_dim)
+    }
+    for start in range(0, tokens, call):
+        count = min(call, tokens - start)
+        layout = cache.layout(None, 1, count, device)
+        for index, layer in enumerate(cache.layers):
+            if start + count == tokens:  # a window holds its last tokens only
+                layer.window.append(
+                    values[config.head_dim][:, : min(count, 256)], cache.layout(None, 1, min(count, 256), device)
+                )
+            if layer.store is not None:
+                first, after = (torch.tensor([n // config.ratio(index)]) for n in (start, start + count))
+                for store, width in (
+                    (layer.store.entries, config.head_dim),
+                    (layer.store.index_keys, config.index_head_dim),
+                ):
+                    store.write(values[width][:, : int(after - first)], first, after, int(after))
+        cache.advance(layout, None)
     return cache
 
 
-def test_released_bytes_follow_the_closed_form():
+@pytest.mark.parametrize(
+    "tokens", [4096, pytest.param(1 << 16, marks=pytest.mark.slow), pytest.param(1 << 20, marks=pytest.mark.slow)]
+)
+def test_released_bytes_follow_the_closed_form(tokens):
     config = Dsv41TextConfig(num_nextn_predict_layers=0, compress_ratios=Dsv41TextConfig().compress_ratios[:40])
-    short, long = (_simulate(config, n).nbytes() for n in (256, 288))
+    short = _simulate(config, 256).nbytes()
+    cache = _simulate(config, tokens)
+    long, allocated = cache.nbytes(), cache.nbytes(allocated=True)
     # 288 B an entry (512 nibbles, 32 scales) and 68 B a key (128 nibbles, 4 scales); three sources of ratio 2, one of 1.
-    slope = sum(long[part] - short[part] for part in long) / 32
+    slope = sum(long[part] - short[part] for part in long) / (tokens - 256)
+    print(f"{tokens} tokens: {slope} B a token; used {long}; allocated {allocated}")
     assert slope == 3 * (288 + 68) / 2 + (288 + 68) == 890
-    assert long["compressed"] == 288 * 288 * 5 // 2 and long["index"] == 288 * 68 * 5 // 2
+    assert long["compressed"] == tokens * 288 * 5 // 2 and long["index"] == tokens * 68 * 5 // 2
     # 512 bytes and 16 scales a token, for the tokens that a query or a rollback may need.
     assert long["window"] == short["window"] == 40 * (127 + 16) * 528
     assert long["draft"] == 0
+    assert all(long[part] <= allocated[part] <= 2 * long[part] for part in long)
 
 
 def test_bytes_in_use_and_allocated(model):

@@ -115,7 +115,14 @@ def test_layers_compute_the_tokens_of_the_rule_and_pool_all(mode):
 
 @pytest.mark.parametrize(
     ("length", "chunk", "kv_format"),
-    [(1, None, "packed"), (8, None, "float"), (9, 1, "packed"), (41, None, "packed"), (60, None, "float"), (60, 23, "packed")],
+    [
+        (1, None, "packed"),
+        (8, None, "float"),
+        (9, 1, "packed"),
+        (41, None, "packed"),
+        (60, None, "float"),
+        (60, 23, "packed"),
+    ],
 )
 def test_exact_leaves_the_bytes_and_tokens_of_full(model, length, chunk, kv_format):
     check_exact(model, length, chunk, kv_format, [crop for crop in (0, ROLLBACK) if crop < length], 2)
@@ -186,7 +193,9 @@ def test_without_a_cache_exact_saves_more():
     tokens = []
     hook = model.model.layers[-1].mlp.register_forward_hook(lambda m, args, out: tokens.append(args[0].shape[1]))
     with torch.no_grad():
-        logits = [model(ids, use_cache=False, logits_to_keep=1, decoder_replay=mode).logits for mode in ("full", "exact")]
+        logits = [
+            model(ids, use_cache=False, logits_to_keep=1, decoder_replay=mode).logits for mode in ("full", "exact")
+        ]
     hook.remove()
     assert tokens == [100, WINDOW] and (logits[0] - logits[1]).abs().max() < v41.EXACT
 
@@ -280,7 +289,9 @@ def test_bounded_refuses_what_it_does_not_compute(options):
     model, ids = MODELS["tiny"](), v41.some_ids(1, 20)
     options = options | ({"labels": ids} if "labels" in options else {})
     cache = Dsv4Cache(model.config)
-    with pytest.raises(ValueError, match=r"'bounded' computes the last 8 final states and .* of 20 are wanted; accepted"):
+    with pytest.raises(
+        ValueError, match=r"'bounded' computes the last 8 final states and .* of 20 are wanted; accepted"
+    ):
         model(ids, cache=cache, decoder_replay="bounded", **options)
     assert not cache.is_initialized and not any(part.parts for part in cache._parts)
     model(ids[:, :WINDOW], decoder_replay="bounded", output_hidden_states=True)

@@ -63,7 +63,7 @@ def words(ids):
 
 
 @pytest.mark.parametrize("kv_format", ["packed", "float"])
-@pytest.mark.parametrize("decoder_replay", ["full", "exact"])
+@pytest.mark.parametrize("decoder_replay", ["full", "exact", "bounded"])
 def test_greedy(model, ids, expected, kv_format, decoder_replay):
     out = model.generate(
         ids, **GREEDY, kv_format=kv_format, decoder_replay=decoder_replay, return_dict_in_generate=True
@@ -168,6 +168,22 @@ def test_prompt_lookup_is_greedy(model, kv_format):
     model.generate(ids, **GREEDY, prompt_lookup_num_tokens=4)
     hook.remove()
     assert any(1 < n < ids.shape[1] for n in lengths)
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 50))])
+def test_lookup_and_assistants_are_greedy(model, seed):
+    """Prompts of any length that repeat themselves; an assistant whose drafts are partly accepted."""
+    part = some_ids(1, 5 + seed % 9, seed=seed)
+    ids = torch.cat([part, part, part[:, : seed % 5]], dim=1)
+    plain = model.generate(ids, **GREEDY)
+    assistant = new_model(torch.float64, seed=1)
+    assistant.model.load_state_dict(model.model.state_dict())  # the same body under another head
+    with torch.no_grad():
+        assistant.lm_head.weight.lerp_(model.lm_head.weight, 0.7)
+    assistant.generation_config.num_assistant_tokens = 1 + seed % 6
+    for options in ({"prompt_lookup_num_tokens": 1 + seed % 7}, {"assistant_model": assistant}):
+        for kv_format in ("packed", "float"):
+            assert torch.equal(model.generate(ids, **GREEDY, kv_format=kv_format, **options), plain)
 
 
 @pytest.mark.parametrize("draft_tokens", [1, 5])

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from modeling_dsv4.training import Dsv4Optimizer, build_param_groups
-
 from tests.memory import allocations
 
 from .standin import set_gradients, snapshot, tiny_optimizer
