@@ -67,7 +67,7 @@ def source_of(layer, sources):
 class Row:
     """One unpadded row of tokens on its way through the layers; `record` collects what the layers produce."""
 
-    def __init__(self, weights, config, length, image_mask, rounding, linear_rounding, moved, window_floors):
+    def __init__(self, weights, config, length, image_mask, rounding, linear_rounding, moved, window_floors=None):
         self.weights, self.config, self.length = weights, config, length
         self.image_mask = np.zeros(length, dtype=bool) if image_mask is None else image_mask
         self.rounding, self.moved, self.window_floors = rounding, moved, window_floors
