@@ -14,6 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from .attention import Dsv4Attention, LayerContext, SharedState
 from .cache import Dsv4CacheLayer
 from .engram import Dsv4EngramMemory
+from .engram_reads import EngramRead
 from .hyper_connections import Dsv4HyperConnection, collapse_streams, expand_streams
 from .layers import Dsv4RMSNorm
 from .moe import Dsv4SparseMoeBlock
@@ -52,7 +53,7 @@ class Dsv4DecoderLayer(GradientCheckpointingLayer):
         self,
         flow: StreamState,
         context: LayerContext,
-        engram_rows: torch.Tensor | None = None,
+        engram_rows: torch.Tensor | EngramRead | None = None,
         cache: Dsv4CacheLayer | None = None,
     ) -> StreamState:
         r"""Run the layer.
@@ -60,7 +61,7 @@ class Dsv4DecoderLayer(GradientCheckpointingLayer):
         Args:
             flow (`StreamState`): from the layer before.
             context (`LayerContext`): of the tokens of `flow`.
-            engram_rows (`torch.Tensor` of shape `[B, S, lookups]`, int64, *optional*): of an Engram layer.
+            engram_rows (`torch.Tensor` of shape `[B, S, lookups]`, int64, or their read, *optional*): of an Engram layer.
             cache (`Dsv4CacheLayer`, *optional*): of this layer.
 
         Returns:

@@ -97,6 +97,10 @@ class DecoderReplay:
         """The tokens that the last layer computes."""
         return self._layouts[-1]
 
+    def layout_entering(self, index: int) -> SequenceLayout:
+        """The tokens that layer `index` is given."""
+        return self._whole.layout if index == self._cut else self._layouts[index]
+
     def enter(self, index: int, flow: StreamState) -> tuple[StreamState, LayerContext]:
         """Return what layer `index` is given: the flow and the context of its tokens."""
         layout, before = self._layouts[index], self._context.layout

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .fp_codecs import dequantize_rows
+from .engram_reads import EngramRead, EngramStatistics
 from .host_tensors import HostTensors
 from .layers import Dsv4Linear
 from .sparse_attention import wide
@@ -59,18 +59,16 @@ class Dsv4PackedEngramTable(HostTensors):
         super().__init__(
             {"weight": ((rows, head_dim), torch.float8_e4m3fn), "weight_scale_inv": (scale_shape, scale_dtype)}
         )
+        self.statistics = EngramStatistics()
+
+    def read(self, rows: torch.Tensor) -> EngramRead:
+        """Return the read of the rows `rows` `[...]`, not begun yet."""
+        table = self.host_tensor("weight"), self.host_tensor("weight_scale_inv")
+        return EngramRead(table, rows, TABLE_BLOCK, self.statistics)
 
     def gather(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        r"""Return the rows `rows` `[...]` as `[..., head_dim]` in `dtype`, on the device of `rows`.
-
-        Each row is read once, in ascending order: a cold table is read forward, without repetition.
-        """
-        wanted, inverse = rows.cpu().unique(return_inverse=True)
-        values = self.host_tensor("weight").view(torch.uint8)[wanted].view(torch.float8_e4m3fn)
-        scale = self.host_tensor("weight_scale_inv")
-        scale = scale.view(torch.uint8)[wanted].view(scale.dtype) if scale.itemsize == 1 else scale[wanted]
-        unpacked = dequantize_rows(values, scale, block=TABLE_BLOCK, dtype=dtype)
-        return unpacked[inverse].to(rows.device)
+        """Return the rows `rows` `[...]` as `[..., head_dim]` in `dtype`, on the device of `rows`."""
+        return self.read(rows).take(rows.device, dtype)
 
 
 class Dsv4EngramMemory(nn.Module):
@@ -88,20 +86,24 @@ class Dsv4EngramMemory(nn.Module):
         self.eps = config.rms_norm_eps
 
     def forward(
-        self, streams: torch.Tensor, rows: torch.Tensor, image_mask: torch.Tensor | None = None
+        self, streams: torch.Tensor, rows: torch.Tensor | EngramRead, image_mask: torch.Tensor | None = None
     ) -> torch.Tensor:
         r"""Add the gated memory to every stream.
 
         Args:
             streams (`torch.Tensor` of shape `[B, S, N, D]`).
-            rows (`torch.Tensor` of shape `[B, S, (size - 1) * heads]`, int64): from `Dsv4NgramHash`.
+            rows (`torch.Tensor` of shape `[B, S, (size - 1) * heads]`, int64): from `Dsv4NgramHash`, or their read.
             image_mask (`torch.Tensor` of shape `[B, S]`, bool, *optional*): positions whose gate is 0.
 
         Returns:
             `torch.Tensor` of shape `[B, S, N, D]`, dtype of the streams.
         """
         count, hidden = streams.shape[-2:]
-        projected = self.kv_proj(self.embedding.gather(rows, streams.dtype).flatten(-2))
+        if isinstance(rows, EngramRead):
+            found = rows.take(streams.device, streams.dtype)
+        else:
+            found = self.embedding.gather(rows, streams.dtype)
+        projected = self.kv_proj(found.flatten(-2))
         keys, value = projected.split([count * hidden, hidden], dim=-1)
         gate = engram_gate(streams, keys.unflatten(-1, (count, hidden)), self.q_weight, self.k_weight, eps=self.eps)
         if image_mask is not None:

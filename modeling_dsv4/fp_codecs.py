@@ -26,6 +26,9 @@ NVFP4_AMAX_FLOOR = 6 * 2.0**-9
 
 FP8_BLOCK, MXFP4_BLOCK, NVFP4_BLOCK = 32, 32, 16
 
+# Codes of a stored weight that are looked up at a time: their int32 copies are the only memory beside the result.
+LOOKUP_CODES = 1 << 20
+
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # Rounding boundaries between neighbouring magnitudes. A tie goes to the even code (contract section 2), so the
 # boundary above an even code belongs to it and the boundary above an odd code to the next one.
@@ -286,7 +289,13 @@ def dequantize_fp8_tiles(
 
 def _lookup(table: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
     """Return `table[code]` for byte codes; index_select is twice as fast here as a cast from float8."""
-    return table.index_select(0, as_bytes(code).flatten().int()).view(code.shape)
+    codes = as_bytes(code).flatten()
+    if len(codes) <= LOOKUP_CODES:
+        return table.index_select(0, codes.int()).view(code.shape)
+    values = torch.empty(len(codes), dtype=table.dtype, device=table.device)
+    for some, place in zip(codes.split(LOOKUP_CODES), values.split(LOOKUP_CODES), strict=True):
+        torch.index_select(table, 0, some.int(), out=place)
+    return values.view(code.shape)
 
 
 def _scale_rows(values: torch.Tensor, scale: torch.Tensor, block: int) -> torch.Tensor:

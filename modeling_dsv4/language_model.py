@@ -10,7 +10,7 @@ Sources: V4.1 report section 2, V4 report section 2, contract sections 4 and spe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -27,7 +27,8 @@ from .cache import Dsv4Cache, check_cache
 from .capture import OutputCapture
 from .decoder import Dsv4DecoderLayer, StreamState
 from .decoder_replay import DecoderReplay, check_replay
-from .engram import Dsv4EngramMemory
+from .engram import Dsv4EngramMemory, Dsv4PackedEngramTable
+from .engram_reads import EngramStatistics, begin_reads
 from .host_tensors import host_modules
 from .hyper_connections import Dsv4HyperConnection, Dsv4HyperHead, collapse_streams, first_pre
 from .layers import Dsv4Head, Dsv4RMSNorm
@@ -187,6 +188,14 @@ class Dsv4PreTrainedModel(ReleasedCheckpointMixin, PreTrainedModel):
             if isinstance(module, Dsv4NgramHash):
                 module.set_token_map(token_map)
 
+    def engram_statistics(self) -> dict[int, EngramStatistics]:
+        """Return what was read of every packed Engram table since the model was loaded, by layer."""
+        memories = (
+            layer for layer in self.modules() if isinstance(layer, Dsv4DecoderLayer) and hasattr(layer, "engram")
+        )
+        tables = {layer.layer_idx: layer.engram.embedding for layer in memories}
+        return {i: replace(t.statistics) for i, t in tables.items() if isinstance(t, Dsv4PackedEngramTable)}
+
     def _note_token_map(self) -> None:
         """Put the digest of the token map in use into the config."""
         for module in self.modules():
@@ -272,14 +281,15 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
         layout, valid = self._layout(attention_mask, position_ids, cache, embeds, more_may_follow)
         context, rows = self._context(input_ids, layout, cache, embeds)
         replay = DecoderReplay(decoder_replay, text, context, keep, cache)
+        rows = {index: layout.take_tail(found, replay.layout_entering(index)) for index, found in rows.items()}
+        rows = begin_reads({index: self.layers[index].engram.embedding for index in rows}, rows)
         streams = layout.shift(embeds).unsqueeze(2).expand(-1, -1, text.hc_mult, -1)
         flow = StreamState(streams.contiguous(), first_pre(streams), SharedState())
         capture = OutputCapture(text, layout, *wanted, embeddings=embeds)
         for index, layer in enumerate(self.layers):
             flow, context = replay.enter(index, flow)
-            memory = layout.take_tail(rows[index], context.layout) if index in rows else None
             with capture.watching(layer, flow):
-                flow = layer(flow, context, memory, None if cache is None else cache.layers[index])
+                flow = layer(flow, context, rows.get(index), None if cache is None else cache.layers[index])
             capture.add_selection(index, flow)
         pre = flow.pre if text.single_pass_hc else self.hc_head(flow.streams)
         hidden = self.norm(collapse_streams(flow.streams, pre.to(flow.streams.device)))

@@ -9,15 +9,16 @@ Sources: V4 report section 2.1, V4.1 report section 2.1.1, contract section 7.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .expert_cache import UnpackedExperts
 from .fp_codecs import dequantize_fp4_rows, dequantize_fp8_tiles, round_fp8
-from .host_tensors import HostTensors
+from .host_tensors import HostTensors, read_ahead
 from .layers import Dsv4MLP, UnpackedProduct, clamped_swiglu
 from .sparse_attention import full_precision, wide
 
@@ -61,6 +62,8 @@ def weigh_experts(
 # Matrix libraries take other routines, with other rounding, for a handful of rows. An expert's rows are filled up to this
 # many (or to all tokens of a call that has fewer), so that no token's result depends on where the others were routed.
 MIN_EXPERT_ROWS = 16
+# Experts whose pages are asked for before they are used: 150 MB of the release.
+EXPERTS_AHEAD = 8
 
 
 def balanced_token_experts(vocab_size: int, experts: int, k: int) -> torch.Tensor:
@@ -142,6 +145,10 @@ class _RoutedExperts:
         """Return a function from an expert to its products with gate-and-up `[2I, H]` and with down `[H, I]`."""
         raise NotImplementedError
 
+    def experts_in_turn(self, experts: list[int], device: torch.device, dtype: torch.dtype) -> Iterable[int]:
+        """Return `experts`, which will be used in this order; a bank may prepare the next ones."""
+        return experts
+
     def forward(self, x: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         r"""Run each token through its experts; the sum is taken in float32, experts in ascending order.
 
@@ -154,7 +161,7 @@ class _RoutedExperts:
         """
         out = torch.zeros_like(wide(x))
         rounded, products_of = self._rounded(x), self.expert_products(x.device)
-        for expert in indices.unique().tolist():
+        for expert in self.experts_in_turn(indices.unique().tolist(), x.device, x.dtype):
             tokens, slots = torch.where(indices == expert)
             gate_and_up, down = products_of(expert)
             missing = max(0, min(MIN_EXPERT_ROWS, len(x)) - len(tokens))
@@ -196,9 +203,17 @@ class Dsv4PackedExperts(_RoutedExperts, HostTensors):
         expert_dtype (`str`): "fp4" (packed rows, int8, one scale per 32 columns) or "fp8" (tiles).
         block_size (`tuple[int, int]`): tile of "fp8" weights; its columns are the block of the activation rounding.
         scale_dtype (`torch.dtype`): float8_e8m0fnu or float32.
+        unpacked (`UnpackedExperts`, *optional*): keeps what was unpacked last; `None` keeps nothing.
     """
 
-    def __init__(self, bank: Dsv4Experts, expert_dtype: str, block_size: tuple[int, int], scale_dtype: torch.dtype):
+    def __init__(
+        self,
+        bank: Dsv4Experts,
+        expert_dtype: str,
+        block_size: tuple[int, int],
+        scale_dtype: torch.dtype,
+        unpacked: UnpackedExperts | None = None,
+    ):
         experts, double_width, hidden = bank.gate_up_proj.shape
         shapes = {
             "gate_proj": (double_width // 2, hidden),
@@ -219,25 +234,44 @@ class Dsv4PackedExperts(_RoutedExperts, HostTensors):
         self.expert_dtype, self.block_size = expert_dtype, block_size
         self.num_experts, self.limit = experts, bank.limit
         self.quantize_activations, self.activation_block = False, block_size[1]
+        self.unpacked = unpacked or UnpackedExperts(0)
 
-    def _unpacked(self, expert: int, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    def experts_in_turn(self, experts: list[int], device: torch.device, dtype: torch.dtype) -> Iterator[int]:
+        # The files' pages of the next experts arrive while the ones before them compute.
+        for place, expert in enumerate(experts):
+            for later in experts[place + EXPERTS_AHEAD if place else 0 : place + EXPERTS_AHEAD + 1]:
+                for names in (("gate_proj", "up_proj"), ("down_proj",)):
+                    packed = self._packed(later, names)
+                    if not self.unpacked.holds(packed, device, dtype):
+                        for tensor in packed:
+                            read_ahead(tensor)
+            yield expert
+
+    def _packed(self, expert: int, names: tuple[str, ...]) -> list[torch.Tensor]:
+        """Weight and scale of every named matrix of an expert."""
+        parts = ("weight", "weight_scale_inv")
+        return [self.host_tensor(f"{expert}.{name}.{part}") for name in names for part in parts]
+
+    def _unpack(self, packed: list[torch.Tensor], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         # The packed bytes travel to the device, not the floats: a quarter of the transfer.
-        weight = self.host_tensor(f"{expert}.{name}.weight").to(device)
-        scale = self.host_tensor(f"{expert}.{name}.weight_scale_inv").to(device)
+        packed = [tensor.to(device) for tensor in packed]
         if self.expert_dtype == "fp4":
-            return dequantize_fp4_rows(weight, scale, dtype=dtype)
-        return dequantize_fp8_tiles(weight, scale, block_size=self.block_size, dtype=dtype)
+            unpack = partial(dequantize_fp4_rows, dtype=dtype)
+        else:
+            unpack = partial(dequantize_fp8_tiles, block_size=self.block_size, dtype=dtype)
+        return torch.cat([unpack(*pair) for pair in zip(packed[::2], packed[1::2], strict=True)])
 
     def expert_products(self, device):
-        def gate_and_up(expert: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.cat([self._unpacked(expert, name, device, dtype) for name in ("gate_proj", "up_proj")])
+        def weight(expert: int, names: tuple[str, ...], dtype: torch.dtype) -> torch.Tensor:
+            packed = self._packed(expert, names)
+            return self.unpacked.get(packed, device, dtype, partial(self._unpack, packed, device, dtype))
 
         def product(x, unpack):
             return UnpackedProduct.apply(x, unpack, F.linear, torch.matmul)
 
         return lambda expert: (
-            partial(product, unpack=partial(gate_and_up, expert)),
-            partial(product, unpack=partial(self._unpacked, expert, "down_proj", device)),
+            partial(product, unpack=partial(weight, expert, ("gate_proj", "up_proj"))),
+            partial(product, unpack=partial(weight, expert, ("down_proj",))),
         )
 
 

@@ -14,16 +14,22 @@ import torch
 from torch import nn
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
+from transformers.utils.hub import convert_file_size_to_int
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
 from .checkpoint_map import DTYPES
 from .configuration_common import PACKED_METHOD, QUANTIZATION_RULES, RELEASED_METHOD
 from .engram import Dsv4EngramTable, Dsv4PackedEngramTable
+from .expert_cache import UnpackedExperts
 from .layers import Dsv4Linear
 from .moe import Dsv4Experts, Dsv4PackedExperts
 
 PACKED_DTYPES = (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.int8)
 SCALE_DTYPES = {"ue8m0": torch.float8_e8m0fnu, "float": torch.float32}
+
+# What a user sets and no file has.
+_OPTIONS = ("dequantize", "quantize_activations", "expert_cache_size")
+DEFAULT_EXPERT_CACHE = "1GB"
 
 # Tensors that the release widens to float32 before use: a checkpoint that stores them in float32 keeps them so.
 WIDE_NAMES = re.compile(
@@ -38,6 +44,8 @@ class Dsv4QuantizationConfig(FineGrainedFP8Config):
         dequantize (`bool`, *optional*, defaults to `False`): load a float model of the requested dtype instead.
         quantize_activations (`bool`, *optional*): round the inputs of FP8 and FP4 layers to FP8, as the release does.
             `None` means `True` for a packed model and `False` for a dequantised one.
+        expert_cache_size (`int` or `str`, *optional*, defaults to `"1GB"`): bytes, or a text as "4GB", of unpacked experts
+            that a packed model keeps for the next tokens, all layers together; 0 keeps none. Changes speed and memory only.
         activation_scheme, weight_block_size, scale_fmt, expert_dtype: the released keys; read from config.json.
 
     Raises:
@@ -48,6 +56,7 @@ class Dsv4QuantizationConfig(FineGrainedFP8Config):
         self,
         dequantize: bool = False,
         quantize_activations: bool | None = None,
+        expert_cache_size: int | str = DEFAULT_EXPERT_CACHE,
         activation_scheme: str = "dynamic",
         weight_block_size: tuple[int, int] | list[int] = (32, 32),
         scale_fmt: str = "ue8m0",
@@ -60,6 +69,7 @@ class Dsv4QuantizationConfig(FineGrainedFP8Config):
         ):
             if not any(value is x for x in accepted):
                 raise ValueError(f"quantization_config.{name} is {value!r}; accepted: {accepted}.")
+        _size_in_bytes(expert_cache_size)
         given = {
             "quant_method": kwargs.pop("quant_method", RELEASED_METHOD),
             "activation_scheme": activation_scheme,
@@ -81,8 +91,9 @@ class Dsv4QuantizationConfig(FineGrainedFP8Config):
         )
         self.expert_dtype = expert_dtype
         self.quantize_activations = quantize_activations
+        self.expert_cache_size = expert_cache_size
         if kwargs:
-            accepted = sorted([*given, "dequantize", "quantize_activations"])
+            accepted = sorted([*given, *_OPTIONS])
             raise ValueError(f"quantization_config has the keys {sorted(kwargs)}; accepted: {accepted}.")
         self.unknown_keys: dict[str, Any] = {}
 
@@ -92,7 +103,7 @@ class Dsv4QuantizationConfig(FineGrainedFP8Config):
         return not self.dequantize if self.quantize_activations is None else self.quantize_activations
 
     def get_loading_attributes(self) -> dict[str, Any]:
-        return {"dequantize": self.dequantize, "quantize_activations": self.quantize_activations}
+        return {name: getattr(self, name) for name in _OPTIONS}
 
     def get(self, key: str, default: Any = None) -> Any:
         """Read like the dictionary that it stands for in a config."""
@@ -114,7 +125,7 @@ class Dsv4QuantizationConfig(FineGrainedFP8Config):
     @classmethod
     def from_dict(cls, config_dict, return_unused_kwargs=False, **kwargs):
         """Read the dictionary of a config.json, where an absent key has another meaning than our default."""
-        accepted = {"dequantize", "quantize_activations", *QUANTIZATION_RULES}
+        accepted = {*_OPTIONS, *QUANTIZATION_RULES}
         known = {key: value for key, value in config_dict.items() if key in accepted}
         found = super().from_dict(
             {"scale_fmt": "float", "expert_dtype": None, **known}, return_unused_kwargs, **kwargs
@@ -127,6 +138,17 @@ class Dsv4QuantizationConfig(FineGrainedFP8Config):
         return self.to_dict()
 
 
+def _size_in_bytes(size: int | str) -> int:
+    try:
+        if isinstance(size, bool):
+            raise ValueError
+        return convert_file_size_to_int(size)
+    except (ValueError, AttributeError):
+        raise ValueError(
+            f"quantization_config.expert_cache_size is {size!r}; accepted: bytes >= 0, or a text as '4GB'."
+        ) from None
+
+
 def pack_modules(model: nn.Module, config: Dsv4QuantizationConfig) -> None:
     r"""Switch every module that the release quantises to packed storage, with empty tensors on the meta device.
 
@@ -137,12 +159,13 @@ def pack_modules(model: nn.Module, config: Dsv4QuantizationConfig) -> None:
     block, scale_dtype = tuple(config.weight_block_size), SCALE_DTYPES[config.scale_fmt]
     # V4 names the experts' format at the top of its config.json, V4.1 inside the quantisation.
     expert_dtype = config.expert_dtype or getattr(getattr(model, "config", None), "expert_dtype", None) or "fp8"
+    unpacked = UnpackedExperts(_size_in_bytes(config.expert_cache_size))
     for parent in list(model.modules()):
         for name, module in list(parent.named_children()):
             if isinstance(module, Dsv4Linear):
                 module.pack(block, scale_dtype)
             elif isinstance(module, Dsv4Experts):
-                setattr(parent, name, Dsv4PackedExperts(module, expert_dtype, block, scale_dtype))
+                setattr(parent, name, Dsv4PackedExperts(module, expert_dtype, block, scale_dtype, unpacked))
             elif isinstance(module, Dsv4EngramTable):
                 setattr(parent, name, Dsv4PackedEngramTable(*module.weight.shape, scale_dtype))
 
@@ -193,7 +216,7 @@ class Dsv4HfQuantizer(HfQuantizer):
         set_activation_rounding(model, config.rounds_activations, config.weight_block_size[1])
 
     def get_new_dtype(self, converter, param, dtype):
-        stored = param.dtype if isinstance(param, torch.Tensor) else _slice_dtype(param)
+        stored = param.dtype if hasattr(param, "dtype") else DTYPES[param.get_dtype()]  # a lazy slice of safetensors
         target = loaded_dtype(converter.target_patterns[0], stored, dtype)
         return None if target == stored else target
 
@@ -219,11 +242,6 @@ class Dsv4HfQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
-
-
-def _slice_dtype(param) -> torch.dtype:
-    """Dtype of a lazy safetensors slice."""
-    return DTYPES[param.get_dtype()]
 
 
 def register_quantizer() -> None:

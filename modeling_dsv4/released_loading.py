@@ -10,6 +10,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils import cached_file, logging
 
 from .checkpoint_map import TensorEntry, check_index, check_index_files, map_checkpoint
@@ -78,6 +81,21 @@ def register_models(*model_classes: type) -> None:
         transforms = weight_transforms(model_class.weight_names)
         register_checkpoint_conversion_mapping(model_class.__name__, transforms, overwrite=True)
     register_quantizer()
+
+
+@dataclasses.dataclass(frozen=True)
+class MadeTensor:
+    """A tensor that transformers' loader makes when it places it, so that one at a time is in memory (as its slices do)."""
+
+    make: Callable[[], torch.Tensor]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def __getitem__(self, index) -> torch.Tensor:
+        return self.make()[index]
+
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
 
 
 class ReleasedCheckpoint:
@@ -149,8 +167,8 @@ class ReleasedCheckpoint:
                     "quantization_config; accepted: the released config.json, or float tensors."
                 )
 
-    def load_all(self, ignore_mismatched_sizes: bool = False) -> dict[str, torch.Tensor]:
-        r"""Return every tensor the model expects, by its name; packed ones are views of the files.
+    def load_all(self, ignore_mismatched_sizes: bool = False) -> dict[str, torch.Tensor | MadeTensor]:
+        r"""Return every tensor the model expects, by its name: a view of the files, or what makes another form of it.
 
         Raises:
             ValueError: naming what is missing, or tensor and file of what does not fit; before anything is read.
@@ -165,11 +183,12 @@ class ReleasedCheckpoint:
                 self._check(source, shape, parameter.dtype, ignored)
         self._refuse_unused(wanted)
         loaded = {}
-        for name, parameter in logging.tqdm(self.expected.items(), desc="Reading weights", disable=None):
-            if sources[name] == [name]:
-                loaded[name] = self._float_or_stored(name, parameter.dtype)
+        for name, parameter in self.expected.items():
+            if sources[name] != [name]:
+                make = partial(self._fused_bank, sources[name], parameter)
+                loaded[name] = MadeTensor(make, parameter.dtype, tuple(parameter.shape))
             else:
-                loaded[name] = self._fused_bank(sources[name], parameter)
+                loaded[name] = self._float_or_stored(name, parameter.dtype)
         return loaded
 
     def _sources(self, name: str) -> list[str]:
@@ -243,21 +262,26 @@ class ReleasedCheckpoint:
         one_row = name.endswith("engram.embedding.weight") or self.tensors[name].dtype == torch.int8
         return (1, 32) if one_row else self.block_size
 
-    def _float_or_stored(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+    def _float_or_stored(self, name: str, dtype: torch.dtype) -> torch.Tensor | MadeTensor:
         tensor = self.tensors[name]
         if not self._is_dequantised(name, dtype):
-            return tensor.to(loaded_dtype(name, tensor.dtype, dtype))
+            dtype = loaded_dtype(name, tensor.dtype, dtype)
+            return (
+                tensor if tensor.dtype == dtype else MadeTensor(partial(tensor.to, dtype), dtype, tuple(tensor.shape))
+            )
         scale = self.tensors[f"{name}_scale_inv"]
         if tensor.dtype == torch.int8:
-            return dequantize_fp4_rows(tensor, scale, dtype=dtype)
-        return dequantize_fp8_tiles(tensor, scale, block_size=self._tile(name), dtype=dtype)
+            shape = *tensor.shape[:-1], 2 * tensor.shape[-1]
+            return MadeTensor(partial(dequantize_fp4_rows, tensor, scale, dtype=dtype), dtype, shape)
+        make = partial(dequantize_fp8_tiles, tensor, scale, block_size=self._tile(name), dtype=dtype)
+        return MadeTensor(make, dtype, tuple(tensor.shape))
 
     def _fused_bank(self, sources: list[str], parameter: torch.Tensor) -> torch.Tensor:
         """Fill `[E, 2I, H]` or `[E, H, I]` from the matrices of each expert."""
         bank = torch.empty(parameter.shape, dtype=parameter.dtype)
         places = [place for expert in bank for place in expert.chunk(len(sources) // len(bank))]
         for source, place in zip(sources, places, strict=True):
-            place.copy_(self._float_or_stored(source, parameter.dtype))
+            place.copy_(self._float_or_stored(source, parameter.dtype)[...])
         return bank
 
 
@@ -300,7 +324,9 @@ class ReleasedCheckpointMixin:
         tensors = checkpoint.load_all(load_config.ignore_mismatched_sizes)
         for part, count in checkpoint.left.items():
             logger.warning(f"{type(model).__name__} has no {part}: {count} tensors of the checkpoint stay on disk.")
-        on_host = _assign_host_tensors(model, tensors)
+        if is_deepspeed_zero3_enabled():  # its loader takes tensors only
+            tensors = {name: tensor[...] for name, tensor in tensors.items()}
+        on_host = _assign_host_tensors(model, tensors, load_config.device_map or {})
         _widen_parameters(model, tensors)
         weight_mapping = [t for t in load_config.weight_mapping or [] if t not in renamings]
         info, offload_index = PreTrainedModel._load_pretrained_model(
@@ -442,12 +468,17 @@ def _widen_parameters(model, tensors: dict[str, torch.Tensor]) -> None:
             module._parameters[leaf] = nn.Parameter(parameter.to(tensor.dtype), requires_grad=parameter.requires_grad)
 
 
-def _assign_host_tensors(model, tensors: dict[str, Any]) -> set[str]:
-    """Give host modules their tensors, take them out of `tensors`, and return their names."""
+def _assign_host_tensors(model, tensors: dict[str, Any], device_map: dict[str, Any]) -> set[str]:
+    """Give host modules their tensors, take them out of `tensors`, and return their names.
+
+    They stay in the mapped files, unless the device map names the module itself and another device for it.
+    """
     given = set()
     for path, module in host_modules(model).items():
+        device = device_map.get(path, "cpu")
         for name in module.host_names():
             key = f"{path}.{name}"
-            module.assign(name, tensors.pop(key))
+            tensor = tensors.pop(key)
+            module.assign(name, tensor if device == "disk" else tensor.to(device))
             given.add(key)
     return given

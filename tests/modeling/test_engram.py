@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from modeling_dsv4 import engram
 from modeling_dsv4.engram import Dsv4EngramMemory, Dsv4EngramTable, Dsv4PackedEngramTable, engram_gate
 from modeling_dsv4.fp_codecs import quantize_fp8
 from tests.reference import engram as oracle
@@ -98,30 +97,6 @@ def test_packed_gather_equals_the_float_table(dim, scale_dtype, dtype):
     assert found.dtype == dtype and found.shape == (2, 7, 6, dim)
     assert torch.equal(found, table.gather(rows, dtype))
     assert torch.equal(found[0, 3, 2].double(), table.weight[rows[0, 3, 2]].detach().double())
-
-
-def test_rows_are_read_once_and_in_ascending_order(monkeypatch):
-    packed, _ = _tables()
-    read, real = [], torch.Tensor.__getitem__
-
-    def spy(self, index):
-        if self.shape[0] == ROWS and isinstance(index, torch.Tensor):
-            read.append(index.tolist())
-        return real(self, index)
-
-    monkeypatch.setattr(torch.Tensor, "__getitem__", spy)
-    rows = torch.tensor([[[31, 2, 31, 7], [2, 2, 39, 0]]])
-    packed.gather(rows, torch.float32)
-    monkeypatch.undo()
-    assert read == [[0, 2, 7, 31, 39]] * 2  # the values, and their scales
-
-
-def test_only_the_wanted_rows_are_unpacked(monkeypatch):
-    packed, _ = _tables()
-    sizes, real = [], engram.dequantize_rows
-    monkeypatch.setattr(engram, "dequantize_rows", lambda v, s, **k: sizes.append(len(v)) or real(v, s, **k))
-    packed.gather(torch.tensor([[[5, 5, 5], [9, 5, 9]]]), torch.float32)
-    assert sizes == [2]
 
 
 def test_the_packed_table_is_no_parameter_and_is_never_cast():
