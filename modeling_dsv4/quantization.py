@@ -140,7 +140,7 @@ class Dsv4QuantizationConfig(FineGrainedFP8Config):
 
 def _size_in_bytes(size: int | str) -> int:
     try:
-        if isinstance(size, bool):
+        if isinstance(size, bool) or convert_file_size_to_int(size) < 0:
             raise ValueError
         return convert_file_size_to_int(size)
     except (ValueError, AttributeError):
