@@ -472,9 +472,15 @@ def _assign_host_tensors(model, tensors: dict[str, Any], device_map: dict[str, A
     """Give host modules their tensors, take them out of `tensors`, and return their names.
 
     They stay in the mapped files, unless the device map names the module itself and another device for it.
+
+    Raises:
+        ValueError: if the device map names a part of such a module.
     """
     given = set()
     for path, module in host_modules(model).items():
+        part = next((place for place in device_map if place.startswith(f"{path}.")), None)
+        if part is not None:
+            raise ValueError(f"device_map names {part!r}; accepted: {path!r}, the whole module.")
         device = device_map.get(path, "cpu")
         for name in module.host_names():
             key = f"{path}.{name}"

@@ -1,22 +1,16 @@
 """Reads of Engram rows in threads: what is read, when, what it costs, and that nothing but time depends on it."""
 
-import ctypes
-import mmap
-import os
 import threading
 import time
 
-import numpy as np
 import pytest
 import torch
 from accelerate.utils import send_to_device
 
 from modeling_dsv4 import Dsv41ForCausalLM, engram_reads, language_model
-from modeling_dsv4.checkpoint_map import map_checkpoint
 from modeling_dsv4.engram import Dsv4PackedEngramTable
 from modeling_dsv4.engram_reads import EngramRead, begin_reads
 from modeling_dsv4.fp_codecs import quantize_fp8
-from modeling_dsv4.host_tensors import read_ahead
 from tests.golden_cases import CHECKPOINT_V41
 
 ROWS, DIM = 500, 64
@@ -93,40 +87,6 @@ def test_buffers_are_bounded(table, monkeypatch):
     assert fetched == [10]
     read.take(torch.device("cpu"), torch.float32)
     assert fetched == [10, 90]
-
-
-@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="needs a system that can forget the pages of a file")
-def test_read_ahead_asks_for_the_pages_of_the_rows_alone(tmp_path):
-    from safetensors.torch import save_file
-
-    pages, file = 4096, str(tmp_path / "table.safetensors")
-    save_file({"t": torch.zeros(pages, mmap.PAGESIZE, dtype=torch.uint8)}, file)
-    with open(file, "rb") as handle:
-        os.fsync(handle.fileno())
-        os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    tensor = map_checkpoint([file])[0]["t"]
-
-    def resident():
-        vector = np.zeros(pages, dtype=np.uint8)
-        start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-        libc = ctypes.CDLL(None)
-        assert (
-            libc.mincore(
-                ctypes.c_void_p(start), ctypes.c_size_t(pages * mmap.PAGESIZE), vector.ctypes.data_as(ctypes.c_void_p)
-            )
-            == 0
-        )
-        return set(np.flatnonzero(vector & 1).tolist())
-
-    if len(resident()) > 64:
-        pytest.skip("this file system keeps the pages of a file in memory")
-    before = resident()
-    read_ahead(tensor, torch.tensor([1000, 2000, 2001, 3000]))
-    deadline = time.monotonic() + 5
-    while not {1000, 2000, 2001, 3000} <= resident() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    # A row lies across two pages: the header shifts it.
-    assert {1000, 2000, 2001, 3000} <= resident() - before <= {1000, 1001, 2000, 2001, 2002, 3000, 3001}
 
 
 # ---- in the forward -------------------------------------------------------------------------------------------------------
