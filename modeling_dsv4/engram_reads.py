@@ -111,7 +111,8 @@ def begin_reads(tables: dict[int, nn.Module], rows: dict[int, torch.Tensor]) -> 
     if torch.compiler.is_compiling():  # a compiled graph has no threads: the layer looks its rows up itself
         return rows
     reads = {layer: tables[layer].read(r) if hasattr(tables[layer], "read") else r for layer, r in rows.items()}
-    begun = [read for read in reads.values() if isinstance(read, EngramRead)]
+    # A table that a device map put on an accelerator is read there, in the stream of its layer.
+    begun = [read for read in reads.values() if isinstance(read, EngramRead) and read.rows.device.type == "cpu"]
     if begun:
         threads = ThreadPoolExecutor(len(begun), thread_name_prefix="engram")
         for read in begun:

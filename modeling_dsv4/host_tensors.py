@@ -113,16 +113,23 @@ def read_ahead(tensor: torch.Tensor, rows: torch.Tensor | None = None) -> None:
         tensor (`torch.Tensor` of shape `[N, ...]`, contiguous): a host tensor; any other is left alone.
         rows (`torch.Tensor` of shape `[R]`, int64, ascending, *optional*): along the first axis; `None` means all.
     """
-    if tensor.device.type != "cpu" or tensor.numel() == 0 or _madvise() is None:
+    if tensor.device.type != "cpu" or 0 in (tensor.numel(), 1 if rows is None else len(rows)) or _madvise() is None:
         return
-    size = tensor.nbytes if rows is None else tensor.nbytes // len(tensor)
-    starts = tensor.data_ptr() + size * (torch.zeros(1, dtype=torch.long) if rows is None else rows)
-    first, last = starts // mmap.PAGESIZE, (starts + size - 1) // mmap.PAGESIZE
+    start = tensor.data_ptr()
+    if rows is None:
+        _will_need(start // mmap.PAGESIZE, (start + tensor.nbytes - 1) // mmap.PAGESIZE)
+        return
+    size = tensor.nbytes // len(tensor)
+    first, last = (start + size * rows) // mmap.PAGESIZE, (start + size * rows + size - 1) // mmap.PAGESIZE
     # Rows whose pages follow each other are one request.
     cuts = (first[1:] > last[:-1] + 1).nonzero().flatten()
     begins, ends = [0, *(cuts + 1).tolist()], [*cuts.tolist(), len(first) - 1]
     for begin, end in zip(first[begins].tolist(), last[ends].tolist(), strict=True):
-        _madvise()(begin * mmap.PAGESIZE, (end - begin + 1) * mmap.PAGESIZE, mmap.MADV_WILLNEED)
+        _will_need(begin, end)
+
+
+def _will_need(first_page: int, last_page: int) -> None:
+    _madvise()(first_page * mmap.PAGESIZE, (last_page - first_page + 1) * mmap.PAGESIZE, mmap.MADV_WILLNEED)
 
 
 def host_modules(model: nn.Module) -> dict[str, HostTensors]:

@@ -259,7 +259,8 @@ class Dsv4PackedExperts(_RoutedExperts, HostTensors):
             unpack = partial(dequantize_fp4_rows, dtype=dtype)
         else:
             unpack = partial(dequantize_fp8_tiles, block_size=self.block_size, dtype=dtype)
-        return torch.cat([unpack(*pair) for pair in zip(packed[::2], packed[1::2], strict=True)])
+        matrices = [unpack(*pair) for pair in zip(packed[::2], packed[1::2], strict=True)]
+        return matrices[0] if len(matrices) == 1 else torch.cat(matrices)
 
     def expert_products(self, device):
         def weight(expert: int, names: tuple[str, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -266,9 +266,9 @@ class ReleasedCheckpoint:
         tensor = self.tensors[name]
         if not self._is_dequantised(name, dtype):
             dtype = loaded_dtype(name, tensor.dtype, dtype)
-            return (
-                tensor if tensor.dtype == dtype else MadeTensor(partial(tensor.to, dtype), dtype, tuple(tensor.shape))
-            )
+            if tensor.dtype == dtype:
+                return tensor
+            return MadeTensor(partial(tensor.to, dtype), dtype, tuple(tensor.shape))
         scale = self.tensors[f"{name}_scale_inv"]
         if tensor.dtype == torch.int8:
             shape = *tensor.shape[:-1], 2 * tensor.shape[-1]
@@ -484,7 +484,7 @@ def _assign_host_tensors(model, tensors: dict[str, Any], device_map: dict[str, A
         device = device_map.get(path, "cpu")
         for name in module.host_names():
             key = f"{path}.{name}"
-            tensor = tensors.pop(key)
+            tensor = tensors.pop(key)[...]
             module.assign(name, tensor if device == "disk" else tensor.to(device))
             given.add(key)
     return given

@@ -167,4 +167,5 @@ def test_read_ahead_asks_for_the_pages_of_the_rows_alone(tmp_path, rows, wanted)
 def test_read_ahead_changes_nothing():
     for tensor in (torch.arange(10), torch.empty(0), torch.empty(3, device="meta")):
         read_ahead(tensor)
-    read_ahead(torch.arange(10).view(5, 2), torch.tensor([0, 1, 4]))
+    for rows in ([0, 1, 4], []):
+        read_ahead(torch.arange(10).view(5, 2), torch.tensor(rows, dtype=torch.long))
