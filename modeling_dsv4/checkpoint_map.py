@@ -12,13 +12,17 @@ from __future__ import annotations
 import json
 import mmap
 import os
+from collections import Counter
 from dataclasses import dataclass
 from math import prod
 
 import torch
 
-# The library's own bound on a header; a released shard has about 0.3 MB.
-MAX_HEADER_BYTES = 100_000_000
+# Bound on a header and on a JSON file beside the shards, tested before either is read: a hostile one of this size takes
+# 0.7 GB to parse. A released shard has 0.3 MB of header, the whole of V4-Pro in one file 22 MB, its index 13 MB.
+MAX_HEADER_BYTES = 32_000_000
+# Sizes and offsets are 64-bit and torch has at most 64 axes; beyond them a product of sizes takes hours.
+MAX_SIZE, MAX_AXES = 2**63, 64
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -82,10 +86,11 @@ def read_header(file: str) -> dict[str, TensorEntry]:
 
 
 def _unique_keys(pairs):
-    keys = [key for key, _ in pairs]
-    if len(set(keys)) != len(keys):
-        raise ValueError(f"name given twice: {sorted({k for k in keys if keys.count(k) > 1})}")
-    return dict(pairs)
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        raise ValueError(f"name given twice: {sorted(key for key, count in counts.items() if count > 1)[:5]}")
+    return found
 
 
 def _entry(name: str, item: dict, file: str, base: int) -> TensorEntry:
@@ -95,8 +100,8 @@ def _entry(name: str, item: dict, file: str, base: int) -> TensorEntry:
         raise ValueError(f"{name}: {item!r:.200} is no dtype, shape and two data_offsets")
     if not isinstance(code, str) or code not in DTYPES:
         raise ValueError(f"{name}: unknown dtype {code!r}")
-    if not all(type(n) is int and n >= 0 for n in (*shape, *offsets)):
-        raise ValueError(f"{name}: shape {shape} or offsets {offsets} are not sizes")
+    if len(shape) > MAX_AXES or not all(type(n) is int and 0 <= n < MAX_SIZE for n in (*shape, *offsets)):
+        raise ValueError(f"{name}: shape {shape!r:.200} or offsets {offsets} are not sizes")
     (start, stop), shape, dtype = offsets, tuple(shape), DTYPES[code]
     if stop - start != prod(shape) * dtype.itemsize:
         raise ValueError(f"{name}: {stop - start} bytes for {code} {list(shape)}")
@@ -164,15 +169,78 @@ def map_checkpoint(files: list[str]) -> tuple[dict[str, torch.Tensor], dict[str,
     return tensors, entries
 
 
+def read_json(file: str | os.PathLike) -> dict:
+    r"""Read a JSON object of a checkpoint folder, such as config.json.
+
+    Raises:
+        OSError: if the file is missing, larger than `MAX_HEADER_BYTES`, or holds no JSON object; names the file.
+    """
+    size = os.path.getsize(file)
+    if size > MAX_HEADER_BYTES:
+        raise OSError(f"{file} has {size} bytes; accepted: at most {MAX_HEADER_BYTES}.")
+    with open(file, "rb") as handle:
+        raw = handle.read(MAX_HEADER_BYTES)
+    try:
+        content = json.loads(raw, object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise OSError(f"{file} is no valid JSON ({error}).") from error
+    if not isinstance(content, dict):
+        raise OSError(f"{file} holds a {type(content).__name__}; accepted: a JSON object.")
+    return content
+
+
+def check_json_files(folder: str | os.PathLike) -> None:
+    """Check the JSON files that transformers reads of a local folder, before it reads them; nothing for another name.
+
+    Raises:
+        OSError: for one that is too large, a config.json or an index that is broken; names the file.
+    """
+    for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
+        file = os.path.join(folder, name)
+        if name.endswith(".safetensors.index.json"):
+            read_index(file)
+        elif name == "config.json":
+            read_json(file)
+        elif name.endswith(".json") and os.path.getsize(file) > MAX_HEADER_BYTES:
+            raise OSError(f"{file} has {os.path.getsize(file)} bytes; accepted: at most {MAX_HEADER_BYTES}.")
+
+
+def read_index(file: str | os.PathLike) -> dict[str, str]:
+    r"""Return the `weight_map` of a `model.safetensors.index.json`: tensor name -> file name.
+
+    Raises:
+        OSError: if the file is no index, or names a file outside its own folder; before any shard is opened.
+    """
+    content = read_json(file)
+    weight_map = content.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not isinstance(content.get("metadata"), dict):
+        raise OSError(f"{file} is no index; accepted: {{metadata: {{...}}, weight_map: {{tensor: file}}}}.")
+    check_file_names(weight_map)
+    return weight_map
+
+
+def check_file_names(weight_map: dict[str, str]) -> None:
+    """Refuse an index that names files outside the checkpoint's folder. Links are followed: Hub caches consist of them.
+
+    Raises:
+        OSError: naming the tensor and the file.
+    """
+    for name, shard in weight_map.items():
+        # A backslash or a colon is a folder or a drive elsewhere.
+        parts = shard.split("/") if isinstance(shard, str) else [""]
+        if {"", ".", ".."} & set(parts) or set("\\:\0") & set(shard) or not shard.endswith(".safetensors"):
+            raise OSError(
+                f"the index names {name} in {shard!r:.200}; accepted: a .safetensors file in the checkpoint's own folder."
+            )
+
+
 def check_index_files(weight_map: dict[str, str], files: list[str]) -> None:
     """Compare the file names of an index with the shards found, before any is opened.
 
     Raises:
         OSError: for a shard that is missing or lies outside the checkpoint's folder; names it and a tensor of it.
     """
-    for name, shard in weight_map.items():
-        if not isinstance(shard, str) or os.path.isabs(shard) or ".." in shard.replace("\\", "/").split("/"):
-            raise OSError(f"the index names {name} in {shard!r}; accepted: a file in the checkpoint's own folder.")
+    check_file_names(weight_map)
     for file in files:
         if not os.path.isfile(file):
             held = [name for name, shard in weight_map.items() if os.path.basename(shard) == os.path.basename(file)]

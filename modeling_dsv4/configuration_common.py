@@ -79,6 +79,10 @@ COMMON_RULES = {
     ),
     "dtype": optional((is_float_dtype, "a floating torch dtype, such as 'bfloat16'")),
     "transformers_version": optional((lambda v: isinstance(v, str), "a version string")),
+    # transformers opens this file, if named, instead of the folder's usual ones.
+    "transformers_weights": optional(
+        (lambda v: isinstance(v, str) and not set("/\\") & set(v), "a file of the checkpoint's own folder")
+    ),
 }
 # Keys of the released `quantization_config`.
 QUANTIZATION_RULES = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 import re
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +23,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils import cached_file, logging
 
-from .checkpoint_map import TensorEntry, check_index, check_index_files, map_checkpoint
+from .checkpoint_map import TensorEntry, check_index, check_index_files, check_json_files, map_checkpoint
 from .configuration_common import PACKED_METHOD
 from .fp_codecs import dequantize_fp4_rows, dequantize_fp8_tiles
 from .host_tensors import host_modules
@@ -309,6 +310,20 @@ class ReleasedCheckpointMixin:
     """`PreTrainedModel` with the loader above; a class names its table as `weight_names`."""
 
     weight_names: WeightNames
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, use_safetensors: bool | None = None, **kwargs):
+        """Load as any model of transformers; pickled weights are never opened, a local folder's JSON is checked first.
+
+        Raises:
+            ValueError: for `use_safetensors=False`.
+            OSError: for a JSON file that is broken or too large, and for an index that leaves its folder.
+        """
+        if use_safetensors is False:
+            raise ValueError("use_safetensors is False; accepted: True (pickled weights can run code).")
+        if pretrained_model_name_or_path:
+            check_json_files(os.path.join(pretrained_model_name_or_path, kwargs.get("subfolder") or ""))
+        return super().from_pretrained(pretrained_model_name_or_path, *args, use_safetensors=True, **kwargs)
 
     @staticmethod
     def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys=None):
