@@ -1,5 +1,4 @@
-"""Writing of a checkpoint folder: safetensors shards streamed tensor by tensor, their index, and a folder that appears
-only when it is complete. Knows nothing of models.
+"""Writing of a checkpoint: safetensors shards streamed tensor by tensor, and their index. Knows nothing of models.
 
 A shard's header needs names, dtypes and shapes only, so it is written first and the data follows as it is made: memory
 holds one piece of one tensor, whatever the size of the shard.
@@ -8,10 +7,7 @@ holds one piece of one tensor, whatever the size of the shard.
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 
@@ -21,8 +17,6 @@ from modeling_dsv4.checkpoint_map import DTYPES
 
 INDEX_NAME = "model.safetensors.index.json"
 DEFAULT_SHARD_BYTES = 2 * 10**9
-# Room that must stay free on the disk beyond what is written: headers, index, file system.
-SPARE_BYTES = 16 * 2**20
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -114,48 +108,3 @@ def write_shards(
 def write_json(file: Path, content: dict) -> None:
     """Write JSON as the release does: indented by two spaces, one newline at the end."""
     file.write_bytes((json.dumps(content, ensure_ascii=False, indent=2) + "\n").encode())
-
-
-def check_target(target: str | os.PathLike, *, needed_bytes: int) -> None:
-    r"""Check that a folder can be made; changes nothing.
-
-    Args:
-        target (`str` or path).
-        needed_bytes (`int`): what will be written.
-
-    Raises:
-        OSError: if the target exists and is not an empty folder, or its disk has less room.
-    """
-    target = Path(os.path.abspath(target))
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise OSError(f"{target} exists and is not an empty folder; accepted: a new name or an empty folder.")
-    existing = next(folder for folder in target.parents if folder.exists())
-    free = shutil.disk_usage(existing).free
-    if free < needed_bytes + SPARE_BYTES:
-        raise OSError(f"{existing} has {free} bytes free; {needed_bytes + SPARE_BYTES} are needed for {target.name}.")
-
-
-@contextmanager
-def new_folder(target: str | os.PathLike, *, needed_bytes: int) -> Iterator[Path]:
-    r"""Give a temporary folder beside `target` that becomes `target` when the block ends, or vanishes when it fails.
-
-    Args:
-        target (`str` or path): must not exist, or be an empty folder.
-        needed_bytes (`int`): what will be written.
-
-    Raises:
-        OSError: before anything is written, if the target is taken or the disk has less room.
-    """
-    check_target(target, needed_bytes=needed_bytes)
-    target = Path(os.path.abspath(target))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.parent / f".{target.name}.{os.getpid()}.partial"
-    temporary.mkdir()
-    try:
-        yield temporary
-        if target.exists():
-            target.rmdir()
-        temporary.rename(target)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise

@@ -25,9 +25,10 @@ from modeling_dsv4.configuration_deepseek_v41 import RELEASED_ARCHITECTURE, Dsv4
 from modeling_dsv4.fp_codecs import quantize_fp4_rows, quantize_fp8, quantize_fp8_tiles
 from modeling_dsv4.ngram_hash import build_token_map, engram_primes
 
+from .atomic_folder import check_target, new_folder
 from .inventory import payload_bytes, released_tensors, shard_part
 from .real_tokenizer import real_tokenizer_files
-from .shards import Tensors, check_target, new_folder, plan_shards, write_json, write_shards
+from .shards import Tensors, plan_shards, write_json, write_shards
 from .small_tokenizer import IMAGE_ID, SYSTEM_ID, VOCAB_SIZE, small_tokenizer_files
 
 FAMILIES = ("v41", "v4")

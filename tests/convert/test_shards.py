@@ -1,4 +1,4 @@
-"""Streamed shards read back with the safetensors library; folders that appear whole or not at all."""
+"""Streamed shards read back with the safetensors library."""
 
 import json
 
@@ -6,8 +6,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from convert import shards
-from convert.shards import INDEX_NAME, check_target, new_folder, plan_shards, write_shard, write_shards
+from convert.shards import INDEX_NAME, plan_shards, write_shard, write_shards
 from modeling_dsv4.checkpoint_map import check_index, map_checkpoint
 
 
@@ -78,39 +77,3 @@ def test_parts_are_split_at_the_bound_and_never_joined():
 def test_pieces_that_do_not_fit_raise(tmp_path, pieces, message):
     with pytest.raises(ValueError, match=message):
         list(write_shard(tmp_path / "x.safetensors", {"w": ((4, 3), torch.float32)}, lambda name: pieces))
-
-
-def test_a_folder_appears_only_when_it_is_complete(tmp_path):
-    target = tmp_path / "deep" / "folder"
-    with new_folder(target, needed_bytes=1) as folder:
-        (folder / "file").write_text("x")
-        assert folder.parent == target.parent and not target.exists()
-    assert [path.name for path in target.parent.iterdir()] == ["folder"]
-    assert (target / "file").read_text() == "x"
-
-
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_a_failure_leaves_nothing(tmp_path, error):
-    with pytest.raises(error):
-        with new_folder(tmp_path / "folder", needed_bytes=1) as folder:
-            (folder / "file").write_text("x")
-            raise error
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_empty_folder_is_taken_and_a_full_one_refused(tmp_path):
-    (tmp_path / "empty").mkdir()
-    with new_folder(tmp_path / "empty", needed_bytes=1) as folder:
-        (folder / "file").touch()
-    for taken in (tmp_path / "empty", tmp_path / "empty" / "file"):
-        with pytest.raises(OSError, match=f"{taken} exists and is not an empty folder; accepted: a new name or"):
-            with new_folder(taken, needed_bytes=1):
-                pytest.fail("the block must not run")
-
-
-def test_too_little_room_is_told_before_anything_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10**9}))
-    check_target(tmp_path / "a" / "b", needed_bytes=10**9 - shards.SPARE_BYTES)
-    with pytest.raises(OSError, match=rf"{tmp_path} has 1000000000 bytes free; 1000000001 are needed for b\."):
-        check_target(tmp_path / "a" / "b", needed_bytes=10**9 - shards.SPARE_BYTES + 1)
-    assert list(tmp_path.iterdir()) == []
