@@ -6,6 +6,7 @@ Exit codes: 0 done; 1 an input is wrong (standard error says what and where); 2 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 
@@ -45,6 +46,27 @@ def _tiny(arguments: argparse.Namespace) -> None:
     print(folder)
 
 
+def _add_verify(commands) -> None:
+    parser = commands.add_parser(
+        "verify",
+        help="compare a checkpoint folder with its own configuration",
+        description="Compare a folder with its config.json: index, headers, names, shapes, dtypes, every scale and value, "
+        "and the constants of the n-gram hash. Lists every problem; exit code 1 if there is one.",
+    )
+    parser.add_argument("path", metavar="PATH", help="folder: released, made by `hub`, or saved by save_pretrained")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=_verify)
+
+
+def _verify(arguments: argparse.Namespace) -> None:
+    from .verify import verify
+
+    report = verify(arguments.path)
+    print(json.dumps(report.to_dict(), indent=2) if arguments.json else "\n".join(report.lines()))
+    if report.problems:
+        raise ValueError(f"{arguments.path} has {len(report.problems)} problems.")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     installed = __package__ != "convert"
@@ -55,6 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
     _add_tiny(commands)
+    _add_verify(commands)
     return parser
 
 
