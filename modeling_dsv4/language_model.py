@@ -33,7 +33,7 @@ from .host_tensors import host_modules
 from .hyper_connections import Dsv4HyperConnection, Dsv4HyperHead, collapse_streams, first_pre
 from .layers import Dsv4Head, Dsv4RMSNorm
 from .moe import Dsv4Experts, Dsv4TopKRouter, balanced_token_experts
-from .ngram_hash import Dsv4NgramHash, build_token_map, token_map_digest
+from .ngram_hash import Dsv4NgramHash, build_token_map
 from .quantization import PACKED_DTYPES
 from .released_loading import ReleasedCheckpointMixin
 from .rotary import rotary_frequencies, rotary_table
@@ -196,11 +196,11 @@ class Dsv4PreTrainedModel(ReleasedCheckpointMixin, PreTrainedModel):
         tables = {layer.layer_idx: layer.engram.embedding for layer in memories}
         return {i: replace(t.statistics) for i, t in tables.items() if isinstance(t, Dsv4PackedEngramTable)}
 
-    def _note_token_map(self) -> None:
-        """Put the digest of the token map in use into the config."""
-        for module in self.modules():
-            if isinstance(module, Dsv4NgramHash) and module.token_map is not None:
-                self.config.get_text_config().engram_token_map_sha256 = token_map_digest(module.token_map)
+    @property
+    def token_map(self) -> torch.Tensor | None:
+        """The token map in use `[tokens]` (int64), or `None`."""
+        hashes = (module for module in self.modules() if isinstance(module, Dsv4NgramHash))
+        return next((found.token_map for found in hashes), None)
 
 
 def _columns_read(logits_to_keep: int | torch.Tensor, columns: int) -> int:

@@ -20,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
+from transformers.dynamic_module_utils import custom_object_save
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils import cached_file, logging
 
@@ -27,8 +28,9 @@ from .checkpoint_map import TensorEntry, check_index, check_index_files, check_j
 from .configuration_common import PACKED_METHOD
 from .fp_codecs import dequantize_fp4_rows, dequantize_fp8_tiles
 from .host_tensors import host_modules
-from .ngram_hash import build_token_map
+from .ngram_hash import token_map_digest
 from .quantization import PACKED_DTYPES, SCALE_DTYPES, loaded_dtype, register_quantizer
+from .token_map import STORED_MAP, TOKEN_MAP_FILES, read_token_map, token_map_text
 from .weight_names import OPTIONAL_PARTS, WeightNames
 
 logger = logging.get_logger(__name__)
@@ -373,29 +375,27 @@ class ReleasedCheckpointMixin:
         if hasattr(model, "_weight_conversions"):
             del model._weight_conversions
         info = PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
-        model._build_token_map(load_config)
+        model._find_token_map(load_config)
         return info
 
-    def _build_token_map(self, load_config) -> None:
-        """Build the Engram token map from the checkpoint's own tokenizer, if the model needs one."""
+    def _find_token_map(self, load_config) -> None:
+        """Take the Engram token map from the checkpoint's own files, if the model needs one."""
         if not self.config.get_text_config().needs_token_map:
             return
         folder, options = load_config.pretrained_model_name_or_path, load_config.download_kwargs or {}
-        file = folder and cached_file(folder, "tokenizer.json", _raise_exceptions_for_missing_entries=False, **options)
-        if not file:
+        for name in TOKEN_MAP_FILES if folder else ():
+            file = cached_file(folder, name, _raise_exceptions_for_missing_entries=False, **options)
+            if file:
+                break
+        else:
             logger.warning(
-                f"{folder or 'a state dict'} has no tokenizer.json; call model.set_tokenizer(tokenizer) before the "
-                "first use."
+                f"{folder or 'a state dict'} has none of {', '.join(TOKEN_MAP_FILES)}; call "
+                "model.set_tokenizer(tokenizer) before the first use."
             )
             return
-        from tokenizers import Tokenizer
-
+        token_map = read_token_map(file)
         try:
-            tokenizer = Tokenizer.from_file(file)
-        except Exception as error:  # the library raises nothing narrower
-            raise OSError(f"{file} is no tokenizer: {error}.") from error
-        try:
-            self.set_token_map(build_token_map(tokenizer))
+            self.set_token_map(token_map)
         except ValueError as error:
             raise ValueError(f"{file} does not fit the model: {error}") from error
 
@@ -425,17 +425,32 @@ class ReleasedCheckpointMixin:
             (place if half is None else place.chunk(2)[half]).copy_(tensor)
         return renamed
 
-    def save_pretrained(self, *args, **kwargs):
+    def save_pretrained(self, save_directory, is_main_process: bool = True, **kwargs):
         """Save in the released layout; a float model is saved without `quantization_config`, which its files lack.
 
-        The config receives the digest of the Engram token map, so that no other tokenizer is taken for it later.
+        The Engram token map goes into a file, its digest into the config: no other tokenizer is taken for it later. A
+        config that names code (`auto_map`) gets that code, from the installed package too.
         """
         quantization = getattr(self.config, "quantization_config", None)
         ours = hasattr(quantization, "get") and quantization.get("quant_method") == PACKED_METHOD
         if ours and not any(tensor.dtype in PACKED_DTYPES for tensor in self.state_dict().values()):
             del self.config.quantization_config
-        self._note_token_map()
-        return super().save_pretrained(*args, **kwargs)
+        token_map = self.token_map
+        if token_map is not None:
+            self.config.get_text_config().engram_token_map_sha256 = token_map_digest(token_map)
+        if is_main_process and not os.path.isfile(save_directory):
+            os.makedirs(save_directory, exist_ok=True)
+            if token_map is not None:
+                with open(os.path.join(save_directory, STORED_MAP), "w", encoding="utf-8") as file:
+                    file.write(token_map_text(token_map))
+            if getattr(self.config, "auto_map", None) and not self.is_remote_code():
+                custom_object_save(self, save_directory)
+        return super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+
+    def _get_files_timestamps(self, working_dir):
+        """As transformers: what is newer is uploaded. The files above are written before it looks."""
+        stamps = super()._get_files_timestamps(working_dir)
+        return {name: time for name, time in stamps.items() if name != STORED_MAP and not name.endswith(".py")}
 
 
 def _stored_tensors(

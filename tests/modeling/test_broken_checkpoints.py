@@ -210,7 +210,7 @@ def test_broken_folder_without_tokenizer_warns_then_refuses(golden, tmp_path, ca
     folder = golden.copy()
     folder.tokenizer = None
     model = load(folder.write(tmp_path / "ckpt"))
-    assert "ckpt has no tokenizer.json; call model.set_tokenizer(tokenizer)" in caplog.text
+    assert "ckpt has none of engram_token_map.json, tokenizer.json; call model.set_tokenizer(tokenizer)" in caplog.text
     with pytest.raises(ValueError, match=r"token map; call model.set_tokenizer\(tokenizer\) first") as error:
         model(IDS)
     print(f"no tokenizer.json -> warning, then {error.value}")

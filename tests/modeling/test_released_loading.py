@@ -1,7 +1,6 @@
 """Loading and saving released-layout folders: bytes, floats, every door, every fault by name."""
 
 import copy
-import json
 import logging
 import os
 import pathlib
@@ -429,22 +428,6 @@ def test_fresh_model_saves_and_reloads(small, tmp_path, model_class, from_packed
     for config in configs:  # `.float()` reaches the top-level dtype only, which is the one that loading reads
         config["text_config"].pop("dtype", None)
     assert configs[0] == configs[1] and configs[0]["dtype"] == "float32"
-
-
-def test_a_saved_folder_knows_its_tokenizer(small, tmp_path):
-    """The released file does not name the token map; a folder that was saved does, and refuses another of its size."""
-    model = load(small)
-    assert "engram_token_map_sha256" not in model.config.to_diff_dict()["text_config"]
-    model.save_pretrained(tmp_path)
-    file = json.loads((small / "tokenizer.json").read_text())
-    (tmp_path / "tokenizer.json").write_text(json.dumps(file))
-    assert torch.equal(logits(load(tmp_path)), logits(model))
-    vocab = file["model"]["vocab"]
-    first, second = [token for token, number in vocab.items() if number in (300, 301)]
-    vocab[first], vocab[second] = vocab[second], vocab[first]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(file))
-    with pytest.raises(ValueError, match="tokenizer.json does not fit the model: .* SHA-256 .*set the key to null"):
-        load(tmp_path)
 
 
 def test_fresh_model_has_the_initialisation_of_the_paper():
