@@ -67,6 +67,36 @@ def _verify(arguments: argparse.Namespace) -> None:
         raise ValueError(f"{arguments.path} has {len(report.problems)} problems.")
 
 
+def _add_hub(commands) -> None:
+    parser = commands.add_parser(
+        "hub",
+        help="make a folder that trust_remote_code=True opens, ready for the Hub",
+        description="Add code, processor, chat template, token map and model card to a checkpoint, so that transformers "
+        "opens it without this package. Weights are linked to those of SRC, so it takes seconds; files that change are "
+        "kept under original/. Running it again changes nothing.",
+    )
+    parser.add_argument("src", metavar="SRC", help="folder: released, saved by save_pretrained, or made by `hub`")
+    parser.add_argument("dst", metavar="DST", help="folder to make")
+    parser.add_argument("--copy", action="store_true", help="copy the weights instead of linking them")
+    parser.add_argument(
+        "--decoder-replay",
+        choices=("bounded", "exact", "full"),
+        help="how the decoder reads a prompt, written into generation_config.json (default: as in SRC, else exact)",
+    )
+    parser.set_defaults(run=_hub)
+
+
+def _hub(arguments: argparse.Namespace) -> None:
+    from .hub import make_hub_folder
+
+    result = make_hub_folder(
+        arguments.src, arguments.dst, copy=arguments.copy, decoder_replay=arguments.decoder_replay
+    )
+    print(f"{result.folder}\nweights: {result.weights}")
+    if result.left_out:
+        print(f"left out: {', '.join(result.left_out)}")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     installed = __package__ != "convert"
@@ -78,6 +108,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
     _add_tiny(commands)
     _add_verify(commands)
+    _add_hub(commands)
     return parser
 
 

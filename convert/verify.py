@@ -166,7 +166,9 @@ def _check_tensors(report: VerifyReport, places: dict[str, Place], expected: dic
     for name in sorted(expected.keys() & places.keys()):
         place, (shape, accepted) = places[name], expected[name]
         if place.shape != shape:
-            report.add("shapes and dtypes", f"has shape {list(place.shape)}; accepted: {list(shape)}", place.entry, name)
+            report.add(
+                "shapes and dtypes", f"has shape {list(place.shape)}; accepted: {list(shape)}", place.entry, name
+            )
         if place.entry.dtype not in accepted:
             words = " or ".join(map(str, dict.fromkeys(accepted)))
             report.add("shapes and dtypes", f"is stored as {place.entry.dtype}; accepted: {words}", place.entry, name)
