@@ -97,6 +97,37 @@ def _hub(arguments: argparse.Namespace) -> None:
         print(f"left out: {', '.join(result.left_out)}")
 
 
+def _add_released(commands) -> None:
+    parser = commands.add_parser(
+        "released",
+        help="write a checkpoint in the released layout, for serving engines",
+        description="Write anything the package loads in the released layout. Tensors that were not trained keep their "
+        "bytes; prints which were kept, rounded (with the relative error) and new.",
+    )
+    parser.add_argument("src", metavar="SRC", help="folder: released, made by `hub`, or saved by save_pretrained")
+    parser.add_argument("dst", metavar="DST", help="folder to make; must not exist or be empty")
+    parser.add_argument(
+        "--base",
+        metavar="BASE",
+        help="the packed checkpoint that SRC was trained from: what is equal keeps its bytes, and drafts or vision that "
+        "SRC lacks are taken from it",
+    )
+    parser.add_argument("--bf16", action="store_true", help="write trained matrices in BF16, not in FP8 and FP4")
+    parser.add_argument(
+        "--max-shard-size", metavar="SIZE", help="e.g. 5GB (default: the shards of BASE or of a packed SRC, else 5GB)"
+    )
+    parser.set_defaults(run=_released)
+
+
+def _released(arguments: argparse.Namespace) -> None:
+    from .released import to_released
+    from .shards import parse_size
+
+    size = None if arguments.max_shard_size is None else parse_size(arguments.max_shard_size)
+    report = to_released(arguments.src, arguments.dst, base=arguments.base, bf16=arguments.bf16, max_shard_bytes=size)
+    print("\n".join(report.lines()))
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     installed = __package__ != "convert"
@@ -109,6 +140,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_tiny(commands)
     _add_verify(commands)
     _add_hub(commands)
+    _add_released(commands)
     return parser
 
 

@@ -89,6 +89,11 @@ class CheckpointFolder:
         """Whether any tensor is stored in FP8 or FP4."""
         return any(entry.dtype in PACKED_DTYPES for entry in self.entries.values())
 
+    @property
+    def has_released_names(self) -> bool:
+        """Whether every tensor is stored under its released name, one matrix an expert."""
+        return all(place.entry.name == name for name, place in self.places.items())
+
     def read(self, name: str) -> torch.Tensor:
         """Return the tensor of a released name, a view of its file."""
         place = self.places[name]

@@ -10,49 +10,77 @@ Source: contract section 1, proven against the inventories of the released check
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import prod
 
 import torch
 
 from modeling_dsv4.configuration_deepseek_v4 import Dsv4Config
 from modeling_dsv4.configuration_deepseek_v41 import Dsv41Config
+from modeling_dsv4.quantization import SCALE_DTYPES
 from modeling_dsv4.weight_names import WeightNames
 
 Row = tuple[str, tuple[int, ...], torch.dtype]
 
 RELEASED_NAMES = WeightNames(language_prefix="", vision_prefix="")
+RELEASED_QUANTIZATION = {
+    "deepseek_v41": {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [32, 32],
+        "scale_fmt": "ue8m0",
+        "expert_dtype": "fp4",
+    },
+    "deepseek_v4": {  # names the format of experts beside it
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "scale_fmt": "ue8m0",
+        "weight_block_size": [128, 128],
+    },
+}
 # Columns that share a scale in a row-wise format: packed FP4 experts and Engram tables.
 ROW_BLOCK = 32
 
 
-def released_tensors(config: Dsv41Config | Dsv4Config) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+@dataclass(frozen=True)
+class Formats:
+    """How quantised matrices are stored: rows and columns of an FP8 tile, dtype of scales, and FP4 or FP8 experts."""
+
+    tile: tuple[int, int] = (32, 32)
+    scale: torch.dtype = torch.float8_e8m0fnu
+    experts: str = "fp4"
+
+    @classmethod
+    def of(cls, config: Dsv41Config | Dsv4Config) -> Formats:
+        """Return the formats of a configuration, those of the release where it has no quantization."""
+        quantization = getattr(config, "quantization_config", None)
+        if quantization is None:
+            return cls(tuple(RELEASED_QUANTIZATION[config.model_type]["weight_block_size"]))
+        # V4.1 names the format of experts inside the quantization, V4 at the top.
+        experts = quantization.get("expert_dtype") or getattr(config, "expert_dtype", None) or "fp8"
+        scale = SCALE_DTYPES[quantization.get("scale_fmt") or "float"]
+        return cls(tuple(quantization.get("weight_block_size", (32, 32))), scale, experts)
+
+
+def released_tensors(
+    config: Dsv41Config | Dsv4Config, formats: Formats | None = None
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     r"""Return shape and dtype of every tensor that a released folder with this configuration holds.
 
     Args:
         config (`Dsv41Config` or `Dsv4Config`): without a vision part there are no vision tensors, without draft stages or
-            an MTP layer no `mtp.*`. Of V4 the text builds with FP4 experts are described.
+            an MTP layer no `mtp.*`.
+        formats (`Formats`, *optional*): defaults to those of the configuration.
 
     Returns:
         `{released name: (shape, dtype)}` in the order of the released shards: vision, embedding, layers, head, draft
         stages, Engram. Shapes are as stored (two FP4 values a byte); E8M0 scales are `float8_e8m0fnu`.
-
-    Raises:
-        ValueError: for another build (FP8 experts, float scales).
     """
-    _refuse_other_builds(config)
-    tensors = {}
-    for name, shape, dtype in _rows(config):
-        tensors[RELEASED_NAMES.to_released(name)] = (shape, dtype)
-    return tensors
-
-
-def _refuse_other_builds(config: Dsv41Config | Dsv4Config) -> None:
-    quantization = getattr(config, "quantization_config", None) or {}
-    experts = quantization.get("expert_dtype") or getattr(config, "expert_dtype", None) or "fp4"
-    scales = quantization.get("scale_fmt") or "ue8m0"
-    for key, value, accepted in (("expert_dtype", experts, "fp4"), ("scale_fmt", scales, "ue8m0")):
-        if value != accepted:
-            raise ValueError(f"{key} is {value!r}; accepted: {accepted!r}, the build whose tensors are listed.")
+    return {
+        RELEASED_NAMES.to_released(name): (shape, dtype)
+        for name, shape, dtype in _rows(config, formats or Formats.of(config))
+    }
 
 
 def payload_bytes(tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
@@ -73,32 +101,27 @@ def shard_part(name: str) -> str:
     return "embed" if words[0] == "embed" else "vision"
 
 
-def _rows(config: Dsv41Config | Dsv4Config) -> Iterator[Row]:
-    text, block = config.get_text_config(), _tile(config)
+def _rows(config: Dsv41Config | Dsv4Config, formats: Formats) -> Iterator[Row]:
+    text = config.get_text_config()
     if getattr(config, "vision_config", None) is not None:
         yield from _vision(config.vision_config, text.hidden_size)
     yield from _plain("embed_tokens", text.vocab_size, text.hidden_size)
     for layer in range(text.num_hidden_layers):
         prefix = f"layers.{layer}."
-        yield from _block(prefix, text, text.n_routed_experts, block, layer)
-        yield from _sources(prefix, text, layer, block)
+        yield from _block(prefix, text, text.n_routed_experts, formats, layer)
+        yield from _sources(prefix, text, layer, formats)
     yield from _plain("norm", text.hidden_size)
     yield from _plain("lm_head", text.vocab_size, text.hidden_size)
     if text.single_pass_hc:
         for stage in range(text.num_nextn_predict_layers):
-            yield from _draft_stage(f"mtp.{stage}.", text, stage, block)
+            yield from _draft_stage(f"mtp.{stage}.", text, stage, formats)
     else:
         yield from _collapse("", text)
         if text.has_mtp:
-            yield from _mtp_layer("mtp.0.", text, block)
+            yield from _mtp_layer("mtp.0.", text, formats)
     if text.engram_layer_ids:
         for layer, rows in zip(text.engram_layer_ids, text.engram_num_embeddings, strict=True):
-            yield from _engram(f"layers.{layer}.engram.", text, rows, block)
-
-
-def _tile(config: Dsv41Config | Dsv4Config) -> tuple[int, int]:
-    quantization = getattr(config, "quantization_config", None)
-    return tuple(quantization.get("weight_block_size", (32, 32)) if quantization is not None else (32, 32))
+            yield from _engram(f"layers.{layer}.engram.", text, rows, formats)
 
 
 def _ceil(size: int, block: int) -> int:
@@ -111,38 +134,41 @@ def _plain(name: str, *shape: int, bias: bool = False) -> Iterator[Row]:
         yield f"{name}.bias", shape[:1], torch.bfloat16
 
 
-def _fp8_tiles(name: str, out_features: int, in_features: int, block: tuple[int, int]) -> Iterator[Row]:
-    scale = _ceil(out_features, block[0]), _ceil(in_features, block[1])
+def _fp8_tiles(name: str, out_features: int, in_features: int, formats: Formats) -> Iterator[Row]:
+    rows, columns = formats.tile
     yield f"{name}.weight", (out_features, in_features), torch.float8_e4m3fn
-    yield f"{name}.weight_scale_inv", scale, torch.float8_e8m0fnu
+    yield f"{name}.weight_scale_inv", (_ceil(out_features, rows), _ceil(in_features, columns)), formats.scale
 
 
-def _fp8_rows(name: str, rows: int, columns: int) -> Iterator[Row]:
+def _fp8_rows(name: str, rows: int, columns: int, formats: Formats) -> Iterator[Row]:
     yield f"{name}.weight", (rows, columns), torch.float8_e4m3fn
-    yield f"{name}.weight_scale_inv", (rows, _ceil(columns, ROW_BLOCK)), torch.float8_e8m0fnu
+    yield f"{name}.weight_scale_inv", (rows, _ceil(columns, ROW_BLOCK)), formats.scale
 
 
-def _fp4_rows(name: str, out_features: int, in_features: int) -> Iterator[Row]:
+def _expert(name: str, out_features: int, in_features: int, formats: Formats) -> Iterator[Row]:
+    if formats.experts == "fp8":
+        yield from _fp8_tiles(name, out_features, in_features, formats)
+        return
     yield f"{name}.weight", (out_features, in_features // 2), torch.int8
-    yield f"{name}.weight_scale_inv", (out_features, in_features // ROW_BLOCK), torch.float8_e8m0fnu
+    yield f"{name}.weight_scale_inv", (out_features, _ceil(in_features, ROW_BLOCK)), formats.scale
 
 
-def _block(prefix: str, text, experts: int, block: tuple[int, int], layer: int) -> Iterator[Row]:
+def _block(prefix: str, text, experts: int, formats: Formats, layer: int) -> Iterator[Row]:
     """What backbone layers and the stages behind them share."""
     hidden, inner, heads, width = text.hidden_size, text.moe_intermediate_size, text.num_attention_heads, text.head_dim
     yield from _plain(prefix + "input_layernorm", hidden)
     yield from _plain(prefix + "post_attention_layernorm", hidden)
     attention = prefix + "self_attn."
-    yield from _fp8_tiles(attention + "q_a_proj", text.q_lora_rank, hidden, block)
+    yield from _fp8_tiles(attention + "q_a_proj", text.q_lora_rank, hidden, formats)
     yield from _plain(attention + "q_a_norm", text.q_lora_rank)
-    yield from _fp8_tiles(attention + "q_b_proj", heads * width, text.q_lora_rank, block)
-    yield from _fp8_tiles(attention + "kv_proj", width, hidden, block)
+    yield from _fp8_tiles(attention + "q_b_proj", heads * width, text.q_lora_rank, formats)
+    yield from _fp8_tiles(attention + "kv_proj", width, hidden, formats)
     yield from _plain(attention + "kv_norm", width)
     yield attention + "sinks", (heads,), torch.float32
     yield from _fp8_tiles(
-        attention + "o_a_proj", text.o_groups * text.o_lora_rank, heads * width // text.o_groups, block
+        attention + "o_a_proj", text.o_groups * text.o_lora_rank, heads * width // text.o_groups, formats
     )
-    yield from _fp8_tiles(attention + "o_b_proj", hidden, text.o_groups * text.o_lora_rank, block)
+    yield from _fp8_tiles(attention + "o_b_proj", hidden, text.o_groups * text.o_lora_rank, formats)
     yield from _plain(prefix + "mlp.gate", experts, hidden)
     if layer < text.num_hash_layers:
         yield prefix + "mlp.gate.tid2eid", (text.vocab_size, text.num_experts_per_tok), torch.int64
@@ -152,10 +178,10 @@ def _block(prefix: str, text, experts: int, block: tuple[int, int], layer: int) 
             yield prefix + "mlp.gate.e_score_correction_bias_vl", (experts,), torch.float32
     sizes = {"gate_proj": (inner, hidden), "down_proj": (hidden, inner), "up_proj": (inner, hidden)}
     for part, (out_features, in_features) in sizes.items():
-        yield from _fp8_tiles(f"{prefix}mlp.shared_experts.{part}", out_features, in_features, block)
+        yield from _fp8_tiles(f"{prefix}mlp.shared_experts.{part}", out_features, in_features, formats)
     for expert in range(experts):
         for part, (out_features, in_features) in sizes.items():
-            yield from _fp4_rows(f"{prefix}mlp.experts.{expert}.{part}", out_features, in_features)
+            yield from _expert(f"{prefix}mlp.experts.{expert}.{part}", out_features, in_features, formats)
     streams = text.hc_mult
     for site in ("attn_hc", "ffn_hc"):
         yield f"{prefix}{site}.fn", (streams * (streams + 2), streams * hidden), torch.float32
@@ -163,7 +189,7 @@ def _block(prefix: str, text, experts: int, block: tuple[int, int], layer: int) 
         yield f"{prefix}{site}.scale", (3,), torch.float32
 
 
-def _sources(prefix: str, text, layer: int, block: tuple[int, int]) -> Iterator[Row]:
+def _sources(prefix: str, text, layer: int, formats: Formats) -> Iterator[Row]:
     """The compressor of a layer that pools and the indexer of a layer that selects."""
     hidden, width, attention = text.hidden_size, text.head_dim, prefix + "self_attn."
     makes_entries = text.mode(layer) == "full"
@@ -171,7 +197,7 @@ def _sources(prefix: str, text, layer: int, block: tuple[int, int]) -> Iterator[
         yield from _compressor(attention + "compressor.", text, layer, width)
     if text.selects(layer):
         index = text.index_n_heads * text.index_head_dim
-        yield from _fp8_tiles(attention + "indexer.q_b_proj", index, text.q_lora_rank, block)
+        yield from _fp8_tiles(attention + "indexer.q_b_proj", index, text.q_lora_rank, formats)
         yield from _plain(attention + "indexer.weights_proj", text.index_n_heads, hidden)
         if text.pools_index_keys:
             yield from _compressor(attention + "indexer.compressor.", text, layer, text.index_head_dim)
@@ -197,23 +223,23 @@ def _collapse(prefix: str, text) -> Iterator[Row]:
     yield prefix + "hc_head.scale", (1,), torch.float32
 
 
-def _mtp_layer(prefix: str, text, block: tuple[int, int]) -> Iterator[Row]:
+def _mtp_layer(prefix: str, text, formats: Formats) -> Iterator[Row]:
     """V4's layer for the token after the next one."""
     hidden = text.hidden_size
-    yield from _block(prefix, text, text.n_routed_experts, block, text.num_hidden_layers)
+    yield from _block(prefix, text, text.n_routed_experts, formats, text.num_hidden_layers)
     for name in ("e_proj", "h_proj"):
-        yield from _fp8_tiles(prefix + name, hidden, hidden, block)
+        yield from _fp8_tiles(prefix + name, hidden, hidden, formats)
     for name in ("enorm", "hnorm", "norm"):
         yield from _plain(prefix + name, hidden)
     yield from _collapse(prefix, text)
 
 
-def _draft_stage(prefix: str, text, stage: int, block: tuple[int, int]) -> Iterator[Row]:
+def _draft_stage(prefix: str, text, stage: int, formats: Formats) -> Iterator[Row]:
     """A DSpark block; the first stage reads the backbone, the last one has the heads."""
     hidden, rank = text.hidden_size, text.dspark_markov_rank
-    yield from _block(prefix, text, text.dspark_n_routed_experts, block, text.num_hidden_layers + stage)
+    yield from _block(prefix, text, text.dspark_n_routed_experts, formats, text.num_hidden_layers + stage)
     if stage == 0:
-        yield from _fp8_tiles(prefix + "main_proj", hidden, hidden * len(text.dspark_target_layer_ids), block)
+        yield from _fp8_tiles(prefix + "main_proj", hidden, hidden * len(text.dspark_target_layer_ids), formats)
         yield from _plain(prefix + "main_norm", hidden)
     if stage == text.num_nextn_predict_layers - 1:
         yield from _plain(prefix + "norm", hidden)
@@ -222,11 +248,11 @@ def _draft_stage(prefix: str, text, stage: int, block: tuple[int, int]) -> Itera
         yield from _plain(prefix + "confidence_head.proj", 1, hidden + rank)
 
 
-def _engram(prefix: str, text, rows: int, block: tuple[int, int]) -> Iterator[Row]:
+def _engram(prefix: str, text, rows: int, formats: Formats) -> Iterator[Row]:
     hidden, streams = text.hidden_size, text.hc_mult
     looked_up = (text.engram_max_ngram_size - 1) * text.engram_n_heads * text.engram_head_dim
-    yield from _fp8_rows(prefix + "embedding", rows, text.engram_head_dim)
-    yield from _fp8_tiles(prefix + "kv_proj", hidden * (streams + 1), looked_up, block)
+    yield from _fp8_rows(prefix + "embedding", rows, text.engram_head_dim, formats)
+    yield from _fp8_tiles(prefix + "kv_proj", hidden * (streams + 1), looked_up, formats)
     yield prefix + "q_weight", (streams, hidden), torch.bfloat16
     yield prefix + "k_weight", (streams, hidden), torch.bfloat16
 

@@ -7,6 +7,7 @@ holds one piece of one tensor, whatever the size of the shard.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from math import prod
 from pathlib import Path
@@ -18,9 +19,26 @@ from modeling_dsv4.checkpoint_map import DTYPES
 INDEX_NAME = "model.safetensors.index.json"
 DEFAULT_SHARD_BYTES = 2 * 10**9
 
+SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 Tensors = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def parse_size(text: str | int) -> int:
+    r"""Return the bytes that a size names: an integer, or a number with B, KB, MB, GB or TB (powers of 1000).
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?B?)\s*", str(text).upper())
+    unit = match and SIZE_UNITS.get(match[2] if match[2].endswith("B") or not match[2] else match[2] + "B")
+    if isinstance(text, bool) or not unit or float(match[1]) <= 0:
+        raise ValueError(
+            f"size is {text!r}; accepted: bytes, or a number with one of {', '.join(list(SIZE_UNITS)[1:])}."
+        )
+    return int(float(match[1]) * unit)
 
 
 def plan_shards(
@@ -98,11 +116,14 @@ def write_shards(
     """
     for file, names in shards.items():
         yield from write_shard(folder / file, {name: tensors[name] for name in names}, pieces)
-    total = sum(prod(shape) * dtype.itemsize for shape, dtype in tensors.values())
     weight_map = {name: file for file, names in shards.items() for name in names}
-    write_json(
-        folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    )
+    write_index(folder, weight_map, sum(prod(shape) * dtype.itemsize for shape, dtype in tensors.values()))
+
+
+def write_index(folder: Path, weight_map: dict[str, str], total_bytes: int) -> None:
+    """Write `model.safetensors.index.json`: tensor name -> file, and the bytes of all tensors."""
+    content = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+    write_json(folder / INDEX_NAME, content)
 
 
 def write_json(file: Path, content: dict) -> None:

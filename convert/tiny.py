@@ -26,23 +26,15 @@ from modeling_dsv4.fp_codecs import quantize_fp4_rows, quantize_fp8, quantize_fp
 from modeling_dsv4.ngram_hash import build_token_map, engram_primes
 
 from .atomic_folder import check_target, new_folder
-from .inventory import payload_bytes, released_tensors, shard_part
+from .inventory import RELEASED_QUANTIZATION, payload_bytes, released_tensors, shard_part
 from .real_tokenizer import real_tokenizer_files
-from .shards import Tensors, plan_shards, write_json, write_shards
+from .shards import Tensors, parse_size, plan_shards, write_json, write_shards
 from .small_tokenizer import IMAGE_ID, SYSTEM_ID, VOCAB_SIZE, small_tokenizer_files
 
 FAMILIES = ("v41", "v4")
 TOKENIZERS = ("small", "real")
-SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 RELEASED_VERSION = "5.6.0"  # transformers_version of the released config.json
-RELEASED_QUANTIZATION = {
-    "quant_method": "fp8",
-    "activation_scheme": "dynamic",
-    "weight_block_size": [32, 32],
-    "scale_fmt": "ue8m0",
-    "expert_dtype": "fp4",
-}
 
 # Ten layers: two window layers, two ratio-2 sources with a reader each, the ratio-1 candidate source with a reader, a
 # layer that selects anew among the candidates, and its reader. Engram on a window layer and on a source, as released.
@@ -109,13 +101,7 @@ SMALL_V4 = {
     "expert_dtype": "fp4",
     "transformers_version": "4.57.1",
     "torch_dtype": "bfloat16",
-    "quantization_config": {
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "quant_method": "fp8",
-        "scale_fmt": "ue8m0",
-        "weight_block_size": [128, 128],
-    },
+    "quantization_config": RELEASED_QUANTIZATION["deepseek_v4"],
 }
 
 # Widths that a larger checkpoint steps through; up to the released expert count each, beyond it on the last one.
@@ -143,21 +129,6 @@ _DISTRIBUTIONS = tuple(
         (r"embed\.weight$|^image_", 0.0, 1.0),
     )
 )
-
-
-def parse_size(text: str | int) -> int:
-    r"""Return the bytes that a size names: an integer, or a number with B, KB, MB, GB or TB (powers of 1000).
-
-    Raises:
-        ValueError: if it is neither.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?B?)\s*", str(text).upper())
-    unit = match and SIZE_UNITS.get(match[2] if match[2].endswith("B") or not match[2] else match[2] + "B")
-    if isinstance(text, bool) or not unit or float(match[1]) <= 0:
-        raise ValueError(
-            f"size is {text!r}; accepted: bytes, or a number with one of {', '.join(list(SIZE_UNITS)[1:])}."
-        )
-    return int(float(match[1]) * unit)
 
 
 def make_tiny(
@@ -250,7 +221,7 @@ def _small_v41(tokenizer_files: dict[str, str], *, real: bool) -> Callable[[int,
             eos_token_id=1,
             pad_token_id=2,
             image_token_id=image_token_id,
-            quantization_config=dict(RELEASED_QUANTIZATION),
+            quantization_config=dict(RELEASED_QUANTIZATION["deepseek_v41"]),
             text_config=text | changed,
             vision_config=dict(SMALL_VISION),
         )
