@@ -128,6 +128,33 @@ def _released(arguments: argparse.Namespace) -> None:
     print("\n".join(report.lines()))
 
 
+def _add_info(commands) -> None:
+    parser = commands.add_parser(
+        "info",
+        help="print sizes, activated parameters, cache bytes and a device map that fits",
+        description="Describe a checkpoint from its config.json: parameters and bytes by group, parameters that a token "
+        "activates, bytes of the cache, and what would lie where on this machine, or on the one that is given.",
+    )
+    parser.add_argument("path", metavar="PATH", help="checkpoint folder (weights are not needed), or a config.json")
+    parser.add_argument("--ram", metavar="SIZE", help="RAM of the machine, e.g. 64GB (default: of this one)")
+    parser.add_argument("--gpu", metavar="SIZE", action="append", help="memory of one accelerator; once for each")
+    parser.set_defaults(run=_info)
+
+
+def _info(arguments: argparse.Namespace) -> None:
+    from dataclasses import replace
+
+    from .info import Machine, describe
+    from .shards import parse_size
+
+    machine = Machine.this()
+    if arguments.ram:
+        machine = replace(machine, ram=parse_size(arguments.ram))
+    if arguments.gpu:
+        machine = replace(machine, accelerators=tuple(map(parse_size, arguments.gpu)))
+    print("\n".join(describe(arguments.path, machine)))
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     installed = __package__ != "convert"
@@ -139,6 +166,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
     _add_tiny(commands)
     _add_verify(commands)
+    _add_info(commands)
     _add_hub(commands)
     _add_released(commands)
     return parser

@@ -1,0 +1,258 @@
+"""`convert info`: what a checkpoint weighs, what a token activates, and on what it runs; from config.json alone.
+
+Every number is derived from the configuration through the tensor inventory and the cache's own formats.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from math import prod
+from pathlib import Path
+
+import torch
+
+from modeling_dsv4.cache import cache_codecs
+from modeling_dsv4.configuration_deepseek_v4 import Dsv4Config
+from modeling_dsv4.configuration_deepseek_v41 import Dsv41Config
+from modeling_dsv4.weight_names import OPTIONAL_PARTS
+
+from .checkpoint_folder import CONFIG_NAME, read_config
+from .hub_layout import released_files
+from .inventory import released_tensors
+
+# What the window of the cache keeps beside the tokens that are attended (`Dsv4Cache(rollback=)`).
+ROLLBACK = 16
+# Share of an accelerator left to activations and the cache.
+WORKING_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class Row:
+    """One stored tensor: what it belongs to, its bytes and its parameters (0 for scales and routing tables)."""
+
+    name: str
+    group: str
+    bytes: int
+    parameters: int
+
+
+def rows(config: Dsv41Config | Dsv4Config) -> list[Row]:
+    r"""Return every tensor of a checkpoint with its group.
+
+    Groups: "embedding", "head", "encoder" and "decoder" (V4: "layers"), the routed experts of each, "Engram tables",
+    "Engram", "drafts", "vision".
+    """
+    text, found = config.get_text_config(), []
+    for name, (shape, dtype) in released_tensors(config).items():
+        count = prod(shape)
+        is_parameter = not name.endswith(".scale") and dtype.is_floating_point or dtype == torch.int8
+        parameters = count * (2 if dtype == torch.int8 else 1) if is_parameter else 0
+        found.append(Row(name, _group(name, text), count * dtype.itemsize, parameters))
+    return found
+
+
+def _group(name: str, text) -> str:
+    words = name.split(".")
+    if OPTIONAL_PARTS["drafts"].search(name):
+        return "drafts"
+    if OPTIONAL_PARTS["vision"].search(name):
+        return "vision"
+    if words[0] != "layers":
+        return "embedding" if words[0] == "embed" else "head"
+    if words[2] == "engram":
+        return "Engram tables" if words[3] == "embed" else "Engram"
+    cut = getattr(text, "replay_cut", None)
+    half = "layers" if cut is None else "encoder" if int(words[1]) < cut else "decoder"
+    return f"{half}, routed experts" if ".experts." in name else half
+
+
+@dataclass(frozen=True)
+class Activated:
+    """Parameters that one token passes: in prefill, where no logits are made, and in decode."""
+
+    prefill: int
+    decode: int
+
+
+def activated(config: Dsv41Config | Dsv4Config) -> Activated:
+    r"""Return how many parameters a token of text activates; the embedding is looked up, not counted.
+
+    Of the routed experts `num_experts_per_tok` count, of the Engram tables the rows that are gathered. V4.1 prefills with the layers before the cut and what the layer at
+    the cut needs for the entries and the window that it keeps (V4.1 report section 2.2); V4 with all layers.
+    """
+    text = config.get_text_config()
+    cut = getattr(text, "replay_cut", None)
+    prefill = decode = Fraction(0)
+    for row in rows(config):
+        if row.group in ("drafts", "vision", "embedding"):
+            continue
+        count = Fraction(row.parameters)
+        if row.group.endswith("routed experts"):
+            count *= Fraction(text.num_experts_per_tok, text.n_routed_experts)
+        elif row.group == "Engram tables" and count:
+            count = Fraction((text.engram_max_ngram_size - 1) * text.engram_n_heads * text.engram_head_dim)
+        decode += count
+        if row.group != "head" and (cut is None or _in_prefill(row.name, cut)):
+            prefill += count
+    return Activated(int(prefill), int(decode))
+
+
+def _in_prefill(name: str, cut: int) -> bool:
+    _, layer, *words = name.split(".")
+    if int(layer) != cut:
+        return int(layer) < cut
+    pooled = words[:2] == ["attn", "compressor"] or words[:3] in (
+        ["attn", "indexer", "wk"],
+        ["attn", "indexer", "k_norm"],
+    )
+    return pooled or words[:2] in (["attn", "wkv"], ["attn", "kv_norm"])
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """Bytes of a packed cache for one row: per token of its length, and fixed for the windows."""
+
+    per_token: Fraction
+    windows: int
+
+
+def cache_size(config: Dsv41Config | Dsv4Config) -> CacheSize:
+    """Return the bytes of a packed cache, by its own codecs (open groups and the last token ids not counted)."""
+    text = config.get_text_config()
+    codecs = cache_codecs(text, "packed")
+    sample = {"window": text.head_dim, "compressed": text.head_dim, "index": text.index_head_dim}
+    dtype = text.dtype if isinstance(text.dtype, torch.dtype) else torch.bfloat16
+    size = {
+        kind: sum(part.nbytes for part in codecs[kind].encode(torch.zeros(1, 1, width, dtype=dtype)))
+        for kind, width in sample.items()
+    }
+    per_token = Fraction(0)
+    for layer in range(text.num_hidden_layers):
+        if text.mode(layer) == "full":
+            entry = size["compressed"] + (size["index"] if text.selects(layer) else 0)
+            per_token += Fraction(entry, text.ratio(layer))
+    return CacheSize(per_token, text.num_hidden_layers * (text.sliding_window + ROLLBACK) * size["window"])
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Memory that a model may use: bytes of RAM, and of each accelerator."""
+
+    ram: int
+    accelerators: tuple[int, ...] = ()
+
+    @classmethod
+    def this(cls) -> Machine:
+        """Return the memory of this machine."""
+        ram = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        count = torch.cuda.device_count()
+        return cls(ram, tuple(torch.cuda.get_device_properties(i).total_memory for i in range(count)))
+
+
+@dataclass(frozen=True)
+class Residency:
+    """Where the bytes of a packed model lie on a machine, and the device map that puts them there."""
+
+    file_pages: int
+    accelerator: int
+    device_map: str
+    comment: str
+
+
+def residency(config: Dsv41Config | Dsv4Config, machine: Machine) -> Residency:
+    r"""Return what is resident when a packed model is loaded without drafts.
+
+    Experts and Engram tables are used from the mapped file, and so is the rest on a CPU; an accelerator gets a copy of the
+    rest. File pages can be dropped and read again, so RAM may be smaller.
+    """
+    text = config.get_text_config()
+    size, layers = Counter(), Counter()
+    for row in rows(config):
+        kind = "experts" if row.group.endswith("routed experts") else row.group
+        size[kind] += row.bytes
+        if kind == "experts":
+            layers[int(row.name.split(".")[1])] += row.bytes
+    dense = sum(count for kind, count in size.items() if kind not in ("experts", "Engram tables", "drafts"))
+    host = size["experts"] + size["Engram tables"]
+    budget = [int(count * (1 - WORKING_SHARE)) for count in machine.accelerators]
+    if dense > sum(budget):
+        pages = dense + host
+        why = (
+            f"the dense part, {_size(dense)}, does not fit on {len(budget)} accelerators"
+            if budget
+            else "no accelerator"
+        )
+        return Residency(pages, 0, 'None (device_map="cpu")', f"{why}; {_pages(pages, machine.ram)}")
+    free, followers = sum(budget) - dense, 0
+    while followers < text.num_hidden_layers and sum(layers[i] for i in range(followers + 1)) <= free:
+        followers += 1
+    device_map = '"auto"' if dense > budget[0] else '{"": 0}'
+    comment = (
+        f"the experts of {followers} of {text.num_hidden_layers} layers would fit there, too, if the map names them "
+        '("...layers.0.mlp.experts")'
+    )
+    return Residency(host, dense, device_map, f"{comment}; {_pages(host, machine.ram)}")
+
+
+def _pages(pages: int, ram: int) -> str:
+    if pages <= ram:
+        return f"all file pages fit in {_size(ram)} of RAM"
+    return f"{_size(ram)} of RAM hold {ram / pages:.0%} of the file pages, the rest is read from disk when routed to"
+
+
+def kernels_state() -> str:
+    """Return one line on the optional kernels."""
+    if importlib.util.find_spec("modeling_dsv4.triton_kernels") is None:
+        return "not installed; the reference maths runs"
+    return "installed"
+
+
+def describe(path: str | os.PathLike, machine: Machine | None = None) -> Iterator[str]:
+    r"""Yield the lines of `convert info`.
+
+    Args:
+        path (`str` or path): a checkpoint folder, or one that holds only config.json, or that file itself.
+        machine (`Machine`, *optional*): defaults to this one.
+
+    Raises:
+        OSError, ValueError: if there is no config.json, or it is not accepted.
+    """
+    path = Path(path)
+    files = {CONFIG_NAME: path} if path.is_file() else released_files(path)
+    _, config = read_config(path, files)
+    stored = sum(file.stat().st_size for name, file in files.items() if name.endswith(".safetensors"))
+    bytes_of, parameters_of = Counter(), Counter()
+    for row in rows(config):
+        bytes_of[row.group] += row.bytes
+        parameters_of[row.group] += row.parameters
+    yield f"{path}: {config.model_type}, {config.get_text_config().num_hidden_layers} layers, " + (
+        f"{_size(stored)} of weight files" if stored else "no weights beside config.json"
+    )
+    yield f"{'':<26}{'parameters':>14}{'packed':>12}"
+    for group, count in parameters_of.items():
+        yield f"  {group:<24}{_count(count):>14}{_size(bytes_of[group]):>12}"
+    yield f"  {'all':<24}{_count(sum(parameters_of.values())):>14}{_size(sum(bytes_of.values())):>12}"
+    active, cache = activated(config), cache_size(config)
+    yield f"activated per token: {_count(active.prefill)} in prefill, {_count(active.decode)} in decode"
+    yield f"cache: {float(cache.per_token):.6g} bytes a token and row, {_size(cache.windows)} of windows"
+    where = residency(config, machine or Machine.this())
+    yield f"resident, packed: {_size(where.file_pages)} file pages (evictable), {_size(where.accelerator)} accelerator"
+    yield "                  anonymous: the cache, and what is unpacked while computing"
+    yield f"device_map: {where.device_map}; {where.comment}"
+    yield f"kernels: {kernels_state()}"
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f} B" if parameters >= 1e7 else f"{parameters / 1e6:.3f} M"
+
+
+def _size(count: int) -> str:
+    for unit, factor in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= factor:
+            return f"{count / factor:.2f} {unit}"
+    return f"{count} B"
