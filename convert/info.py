@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from math import prod
 from pathlib import Path
 
@@ -41,21 +42,6 @@ class Row:
     parameters: int
 
 
-def rows(config: Dsv41Config | Dsv4Config) -> list[Row]:
-    r"""Return every tensor of a checkpoint with its group.
-
-    Groups: "embedding", "head", "encoder" and "decoder" (V4: "layers"), the routed experts of each, "Engram tables",
-    "Engram", "drafts", "vision".
-    """
-    text, found = config.get_text_config(), []
-    for name, (shape, dtype) in released_tensors(config).items():
-        count = prod(shape)
-        is_parameter = not name.endswith(".scale") and dtype.is_floating_point or dtype == torch.int8
-        parameters = count * (2 if dtype == torch.int8 else 1) if is_parameter else 0
-        found.append(Row(name, _group(name, text), count * dtype.itemsize, parameters))
-    return found
-
-
 def _group(name: str, text) -> str:
     words = name.split(".")
     if OPTIONAL_PARTS["drafts"].search(name):
@@ -79,29 +65,6 @@ class Activated:
     decode: int
 
 
-def activated(config: Dsv41Config | Dsv4Config) -> Activated:
-    r"""Return how many parameters a token of text activates; the embedding is looked up, not counted.
-
-    Of the routed experts `num_experts_per_tok` count, of the Engram tables the rows that are gathered. V4.1 prefills with the layers before the cut and what the layer at
-    the cut needs for the entries and the window that it keeps (V4.1 report section 2.2); V4 with all layers.
-    """
-    text = config.get_text_config()
-    cut = getattr(text, "replay_cut", None)
-    prefill = decode = Fraction(0)
-    for row in rows(config):
-        if row.group in ("drafts", "vision", "embedding"):
-            continue
-        count = Fraction(row.parameters)
-        if row.group.endswith("routed experts"):
-            count *= Fraction(text.num_experts_per_tok, text.n_routed_experts)
-        elif row.group == "Engram tables" and count:
-            count = Fraction((text.engram_max_ngram_size - 1) * text.engram_n_heads * text.engram_head_dim)
-        decode += count
-        if row.group != "head" and (cut is None or _in_prefill(row.name, cut)):
-            prefill += count
-    return Activated(int(prefill), int(decode))
-
-
 def _in_prefill(name: str, cut: int) -> bool:
     _, layer, *words = name.split(".")
     if int(layer) != cut:
@@ -119,24 +82,6 @@ class CacheSize:
 
     per_token: Fraction
     windows: int
-
-
-def cache_size(config: Dsv41Config | Dsv4Config) -> CacheSize:
-    """Return the bytes of a packed cache, by its own codecs (open groups and the last token ids not counted)."""
-    text = config.get_text_config()
-    codecs = cache_codecs(text, "packed")
-    sample = {"window": text.head_dim, "compressed": text.head_dim, "index": text.index_head_dim}
-    dtype = text.dtype if isinstance(text.dtype, torch.dtype) else torch.bfloat16
-    size = {
-        kind: sum(part.nbytes for part in codecs[kind].encode(torch.zeros(1, 1, width, dtype=dtype)))
-        for kind, width in sample.items()
-    }
-    per_token = Fraction(0)
-    for layer in range(text.num_hidden_layers):
-        if text.mode(layer) == "full":
-            entry = size["compressed"] + (size["index"] if text.selects(layer) else 0)
-            per_token += Fraction(entry, text.ratio(layer))
-    return CacheSize(per_token, text.num_hidden_layers * (text.sliding_window + ROLLBACK) * size["window"])
 
 
 @dataclass(frozen=True)
@@ -164,39 +109,99 @@ class Residency:
     comment: str
 
 
-def residency(config: Dsv41Config | Dsv4Config, machine: Machine) -> Residency:
-    r"""Return what is resident when a packed model is loaded without drafts.
+class ModelSizes:
+    """Sizes that follow from a configuration (`Dsv41Config` or `Dsv4Config`)."""
 
-    Experts and Engram tables are used from the mapped file, and so is the rest on a CPU; an accelerator gets a copy of the
-    rest. File pages can be dropped and read again, so RAM may be smaller.
-    """
-    text = config.get_text_config()
-    size, layers = Counter(), Counter()
-    for row in rows(config):
-        kind = "experts" if row.group.endswith("routed experts") else row.group
-        size[kind] += row.bytes
-        if kind == "experts":
-            layers[int(row.name.split(".")[1])] += row.bytes
-    dense = sum(count for kind, count in size.items() if kind not in ("experts", "Engram tables", "drafts"))
-    host = size["experts"] + size["Engram tables"]
-    budget = [int(count * (1 - WORKING_SHARE)) for count in machine.accelerators]
-    if dense > sum(budget):
-        pages = dense + host
-        why = (
-            f"the dense part, {_size(dense)}, does not fit on {len(budget)} accelerators"
-            if budget
-            else "no accelerator"
+    def __init__(self, config: Dsv41Config | Dsv4Config):
+        self.config, self.text = config, config.get_text_config()
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        r"""Every tensor of the checkpoint with its group.
+
+        Groups: "embedding", "head", "encoder" and "decoder" (V4: "layers"), the routed experts of each, "Engram tables",
+        "Engram", "drafts", "vision".
+        """
+        found = []
+        for name, (shape, dtype) in released_tensors(self.config).items():
+            count = prod(shape)
+            is_parameter = not name.endswith(".scale") and dtype.is_floating_point or dtype == torch.int8
+            parameters = count * (2 if dtype == torch.int8 else 1) if is_parameter else 0
+            found.append(Row(name, _group(name, self.text), count * dtype.itemsize, parameters))
+        return found
+
+    def activated(self) -> Activated:
+        r"""Return how many parameters a token of text activates; the embedding is looked up, not counted.
+
+        Of the routed experts `num_experts_per_tok` count, of the Engram tables the rows that are gathered. V4.1 prefills with the layers before the cut and what the layer at
+        the cut needs for the entries and the window that it keeps (V4.1 report section 2.2); V4 with all layers.
+        """
+        text = self.text
+        cut = getattr(text, "replay_cut", None)
+        prefill = decode = Fraction(0)
+        for row in self.rows:
+            if row.group in ("drafts", "vision", "embedding"):
+                continue
+            count = Fraction(row.parameters)
+            if row.group.endswith("routed experts"):
+                count *= Fraction(text.num_experts_per_tok, text.n_routed_experts)
+            elif row.group == "Engram tables" and count:
+                count = Fraction((text.engram_max_ngram_size - 1) * text.engram_n_heads * text.engram_head_dim)
+            decode += count
+            if row.group != "head" and (cut is None or _in_prefill(row.name, cut)):
+                prefill += count
+        return Activated(int(prefill), int(decode))
+
+    def cache(self) -> CacheSize:
+        """Return the bytes of a packed cache, by its own codecs (open groups and the last token ids not counted)."""
+        text = self.text
+        codecs = cache_codecs(text, "packed")
+        sample = {"window": text.head_dim, "compressed": text.head_dim, "index": text.index_head_dim}
+        dtype = text.dtype if isinstance(text.dtype, torch.dtype) else torch.bfloat16
+        size = {
+            kind: sum(part.nbytes for part in codecs[kind].encode(torch.zeros(1, 1, width, dtype=dtype)))
+            for kind, width in sample.items()
+        }
+        per_token = Fraction(0)
+        for layer in range(text.num_hidden_layers):
+            if text.mode(layer) == "full":
+                entry = size["compressed"] + (size["index"] if text.selects(layer) else 0)
+                per_token += Fraction(entry, text.ratio(layer))
+        return CacheSize(per_token, text.num_hidden_layers * (text.sliding_window - 1 + ROLLBACK) * size["window"])
+
+    def residency(self, machine: Machine) -> Residency:
+        r"""Return what is resident when a packed model is loaded without drafts.
+
+        Experts and Engram tables are used from the mapped file, and so is the rest on a CPU; an accelerator gets a copy of the
+        rest. File pages can be dropped and read again, so RAM may be smaller.
+        """
+        text = self.text
+        size, layers = Counter(), Counter()
+        for row in self.rows:
+            kind = "experts" if row.group.endswith("routed experts") else row.group
+            size[kind] += row.bytes
+            if kind == "experts":
+                layers[int(row.name.split(".")[1])] += row.bytes
+        dense = sum(count for kind, count in size.items() if kind not in ("experts", "Engram tables", "drafts"))
+        host = size["experts"] + size["Engram tables"]
+        budget = [int(count * (1 - WORKING_SHARE)) for count in machine.accelerators]
+        if dense > sum(budget):
+            pages = dense + host
+            why = (
+                f"the dense part, {_size(dense)}, does not fit on {len(budget)} accelerators"
+                if budget
+                else "no accelerator"
+            )
+            return Residency(pages, 0, 'None (device_map="cpu")', f"{why}; {_pages(pages, machine.ram)}")
+        free, followers = sum(budget) - dense, 0
+        while followers < text.num_hidden_layers and sum(layers[i] for i in range(followers + 1)) <= free:
+            followers += 1
+        device_map = '"auto"' if dense > budget[0] else '{"": 0}'
+        comment = (
+            f"the experts of {followers} of {text.num_hidden_layers} layers would fit there, too, if the map names them "
+            '("...layers.0.mlp.experts")'
         )
-        return Residency(pages, 0, 'None (device_map="cpu")', f"{why}; {_pages(pages, machine.ram)}")
-    free, followers = sum(budget) - dense, 0
-    while followers < text.num_hidden_layers and sum(layers[i] for i in range(followers + 1)) <= free:
-        followers += 1
-    device_map = '"auto"' if dense > budget[0] else '{"": 0}'
-    comment = (
-        f"the experts of {followers} of {text.num_hidden_layers} layers would fit there, too, if the map names them "
-        '("...layers.0.mlp.experts")'
-    )
-    return Residency(host, dense, device_map, f"{comment}; {_pages(host, machine.ram)}")
+        return Residency(host, dense, device_map, f"{comment}; {_pages(host, machine.ram)}")
 
 
 def _pages(pages: int, ram: int) -> str:
@@ -227,7 +232,8 @@ def describe(path: str | os.PathLike, machine: Machine | None = None) -> Iterato
     _, config = read_config(path, files)
     stored = sum(file.stat().st_size for name, file in files.items() if name.endswith(".safetensors"))
     bytes_of, parameters_of = Counter(), Counter()
-    for row in rows(config):
+    sizes = ModelSizes(config)
+    for row in sizes.rows:
         bytes_of[row.group] += row.bytes
         parameters_of[row.group] += row.parameters
     yield f"{path}: {config.model_type}, {config.get_text_config().num_hidden_layers} layers, " + (
@@ -237,10 +243,10 @@ def describe(path: str | os.PathLike, machine: Machine | None = None) -> Iterato
     for group, count in parameters_of.items():
         yield f"  {group:<24}{_count(count):>14}{_size(bytes_of[group]):>12}"
     yield f"  {'all':<24}{_count(sum(parameters_of.values())):>14}{_size(sum(bytes_of.values())):>12}"
-    active, cache = activated(config), cache_size(config)
+    active, cache = sizes.activated(), sizes.cache()
     yield f"activated per token: {_count(active.prefill)} in prefill, {_count(active.decode)} in decode"
     yield f"cache: {float(cache.per_token):.6g} bytes a token and row, {_size(cache.windows)} of windows"
-    where = residency(config, machine or Machine.this())
+    where = sizes.residency(machine or Machine.this())
     yield f"resident, packed: {_size(where.file_pages)} file pages (evictable), {_size(where.accelerator)} accelerator"
     yield "                  anonymous: the cache, and what is unpacked while computing"
     yield f"device_map: {where.device_map}; {where.comment}"
