@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from math import prod
@@ -23,6 +24,13 @@ import torch
 MAX_HEADER_BYTES = 32_000_000
 # Sizes and offsets are 64-bit and torch has at most 64 axes; beyond them a product of sizes takes hours.
 MAX_SIZE, MAX_AXES = 2**63, 64
+
+# A private, writable mapping. Linux sets memory aside for one and refuses it where there is less, unless it is told not to
+# (MAP_NORESERVE, which not every Python names): an Engram table has 98 GB in one file.
+_PRIVATE: dict = {"access": mmap.ACCESS_COPY}
+if sys.platform == "linux":
+    _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+    _PRIVATE = {"flags": mmap.MAP_PRIVATE | _NO_RESERVE, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -130,7 +138,7 @@ def map_file(file: str, entries: dict[str, TensorEntry]) -> dict[str, torch.Tens
         `dict[str, torch.Tensor]`, CPU, each with a storage object of its own.
     """
     with open(file, "rb") as handle:
-        mapping = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
+        mapping = mmap.mmap(handle.fileno(), 0, **_PRIVATE)
     tensors = {}
     for name, entry in entries.items():
         count = entry.stop - entry.start

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import random
+import sys
 import tracemalloc
 from pathlib import Path
 
@@ -212,6 +213,18 @@ HEADER_FAULTS = {  # name: (header, data, declared length or None, words of the 
         "name given twice: ['first']",
     ),
 }
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems set no memory aside for a mapping")
+def test_a_file_larger_than_all_memory_is_mapped(tmp_path):
+    with open("/proc/meminfo") as lines:
+        kilobytes = {name: int(rest.split()[0]) for name, rest in (line.split(":") for line in lines)}
+    size = (kilobytes["MemTotal"] + kilobytes["SwapTotal"]) * 2048
+    file = write(tmp_path / "x.safetensors", {"a": item("U8", [size], 0, size)})
+    os.truncate(file, os.path.getsize(file) + size)  # a hole: nothing is on the disk
+    tensor = map_file(file, read_header(file))["a"]
+    tensor[size // 2] = 7
+    assert tensor[size // 2] == 7 and tensor[-1] == 0 and len(tensor) == size
 
 
 @pytest.mark.parametrize("fault", HEADER_FAULTS)
