@@ -157,7 +157,9 @@ def plan_hub_folder(src: Path, *, decoder_replay: str | None = None) -> tuple[Pl
     written: dict[str, bytes] = {}
     if checkpoint.config.get_text_config().needs_token_map:
         token_map = _token_map(checkpoint)
-        config["text_config"] = config["text_config"] | {"engram_token_map_sha256": token_map_digest(token_map)}
+        config["text_config"] = (config.get("text_config") or {}) | {
+            "engram_token_map_sha256": token_map_digest(token_map)
+        }
         written[STORED_MAP] = token_map_text(token_map).encode()
     config["auto_map"] = AUTO_MAPS[checkpoint.config.model_type]
     written[CONFIG_NAME] = _json(config)

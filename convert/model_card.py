@@ -63,6 +63,15 @@ packed weights on CPU and older GPUs, where it expands them to BF16.
 """
 
 
+RELEASED_FORM = """
+`architectures`, `model_type`, `quantization_config` and all tensors are in the released form, so engines that serve the
+release (vLLM, SGLang) serve this folder.
+""".strip()
+OTHER_FORM = """
+The tensors are not in the released form, which other engines (vLLM, SGLang) read; `python -m convert released` writes it.
+""".strip()
+
+
 def model_card(checkpoint: CheckpointFolder) -> str:
     r"""Return the README.md of the Hub folder of a checkpoint.
 
@@ -70,7 +79,8 @@ def model_card(checkpoint: CheckpointFolder) -> str:
         OSError: if the front matter of the source's own card is broken; names the file.
     """
     config = checkpoint.config
-    has_images = getattr(config, "vision_config", None) is not None
+    text = config.get_text_config()
+    has_images = config.model_type == "deepseek_v41" and config.vision_config is not None
     family = FAMILIES[config.model_type]
     sizes = part_sizes(checkpoint)
     total = sum(sizes.values())
@@ -82,14 +92,13 @@ def model_card(checkpoint: CheckpointFolder) -> str:
 
 # {family}, {_count(parameters(checkpoint))} parameters
 
-A checkpoint of {family} in the released layout, with the code that [transformers](https://github.com/huggingface/transformers)
-needs to open it: {len(checkpoint.places)} tensors, {_bytes(total)}, {weights}. Names, bytes and `config.json` keys of the
-release are untouched.
+A checkpoint of {family} with the code that [transformers](https://github.com/huggingface/transformers) needs to open it:
+{len(checkpoint.places)} tensors, {_bytes(total)}, {weights}. The tensors are the source's own files; `config.json` gained `auto_map`{" and a digest" if text.engram_layer_ids else ""}.
 
 ## Use
 
-transformers 5.24 or a later 5.x, torch 2.11 or later; the code runs on CPU and GPU and imports nothing else that is not
-already there. It is executed on your machine: read it, and pin a `revision`.
+Needs transformers 5.24 or a later 5.x, torch 2.11 or later, safetensors, tokenizers, numpy and Pillow; runs on CPU and GPU.
+The Python files of this folder are executed on your machine: read them, and pin a `revision`.
 {TEXT_USE}{IMAGE_USE if has_images else WITHOUT_CODE if config.model_type == "deepseek_v4" else ""}
 Packed weights stay packed in memory, on every device; experts and n-gram tables are memory-mapped and stay on the host.
 Greedy decoding, sampling, beams, padded batches, prompts in chunks and continued caches work{", for text and images" if has_images else ""}. Static,
@@ -107,9 +116,9 @@ reasoning efforts and response formats; `parse_response` reads answers back. `ge
 
 ## Other engines
 
-`architectures`, `model_type`, `quantization_config` and all tensors are the released ones, so engines that serve the
-release (vLLM, SGLang) serve this folder. `original/` has the files of the source that were changed, and
-`original/hub_files.json` lists what was added; `python -m convert released` undoes both.
+{RELEASED_FORM if checkpoint.has_released_names and checkpoint.is_packed else OTHER_FORM}
+`original/` has the files of the source that were changed, and `original/hub_files.json` lists what was added:
+`python -m convert released` undoes both.
 
 ## Licence
 

@@ -79,6 +79,7 @@ def test_v41_opens_and_speaks_as_with_the_package(tmp_path, photo, kind):
     assert found["options"] == ["packed", "exact"]
     assert found["text-generation"] == ["Dsv41ForCausalLM", "assistant"]
     assert found["image-text-to-text"] == ["Dsv41ForConditionalGeneration", "assistant"]
+    assert found.get("card") == (2 if kind == "folder" else None)
     check_saved(home / "saved", source)
 
 
@@ -100,4 +101,4 @@ def test_v4_opens_with_its_code(tmp_path):
     model = Dsv4ForCausalLM.from_pretrained(source, dtype="auto")
     assert found["classes"] == classes("deepseek_v4")
     assert found["text"] == found["saved"] == answer(model, Dsv41Processor.from_pretrained(source))
-    assert found["text-generation"] == ["Dsv4ForCausalLM", "assistant"]
+    assert found["text-generation"] == ["Dsv4ForCausalLM", "assistant"] and found["card"] == 1
