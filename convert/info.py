@@ -188,7 +188,7 @@ class ModelSizes:
         if dense > sum(budget):
             pages = dense + host
             why = (
-                f"the dense part, {_size(dense)}, does not fit on {len(budget)} accelerators"
+                f"the dense part, {size_text(dense)}, does not fit on {len(budget)} accelerators"
                 if budget
                 else "no accelerator"
             )
@@ -206,8 +206,10 @@ class ModelSizes:
 
 def _pages(pages: int, ram: int) -> str:
     if pages <= ram:
-        return f"all file pages fit in {_size(ram)} of RAM"
-    return f"{_size(ram)} of RAM hold {ram / pages:.0%} of the file pages, the rest is read from disk when routed to"
+        return f"all file pages fit in {size_text(ram)} of RAM"
+    return (
+        f"{size_text(ram)} of RAM hold {ram / pages:.0%} of the file pages, the rest is read from disk when routed to"
+    )
 
 
 def kernels_state() -> str:
@@ -237,27 +239,29 @@ def describe(path: str | os.PathLike, machine: Machine | None = None) -> Iterato
         bytes_of[row.group] += row.bytes
         parameters_of[row.group] += row.parameters
     yield f"{path}: {config.model_type}, {config.get_text_config().num_hidden_layers} layers, " + (
-        f"{_size(stored)} of weight files" if stored else "no weights beside config.json"
+        f"{size_text(stored)} of weight files" if stored else "no weights beside config.json"
     )
     yield f"{'':<26}{'parameters':>14}{'packed':>12}"
     for group, count in parameters_of.items():
-        yield f"  {group:<24}{_count(count):>14}{_size(bytes_of[group]):>12}"
-    yield f"  {'all':<24}{_count(sum(parameters_of.values())):>14}{_size(sum(bytes_of.values())):>12}"
+        yield f"  {group:<24}{count_text(count):>14}{size_text(bytes_of[group]):>12}"
+    yield f"  {'all':<24}{count_text(sum(parameters_of.values())):>14}{size_text(sum(bytes_of.values())):>12}"
     active, cache = sizes.activated(), sizes.cache()
-    yield f"activated per token: {_count(active.prefill)} in prefill, {_count(active.decode)} in decode"
-    yield f"cache: {float(cache.per_token):.6g} bytes a token and row, {_size(cache.windows)} of windows"
+    yield f"activated per token: {count_text(active.prefill)} in prefill, {count_text(active.decode)} in decode"
+    yield f"cache: {float(cache.per_token):.6g} bytes a token and row, {size_text(cache.windows)} of windows"
     where = sizes.residency(machine or Machine.this())
-    yield f"resident, packed: {_size(where.file_pages)} file pages (evictable), {_size(where.accelerator)} accelerator"
+    yield f"resident, packed: {size_text(where.file_pages)} file pages (evictable), {size_text(where.accelerator)} accelerator"
     yield "                  anonymous: the cache, and what is unpacked while computing"
     yield f"device_map: {where.device_map}; {where.comment}"
     yield f"kernels: {kernels_state()}"
 
 
-def _count(parameters: int) -> str:
+def count_text(parameters: int) -> str:
+    """Return a number of parameters in words."""
     return f"{parameters / 1e9:.2f} B" if parameters >= 1e7 else f"{parameters / 1e6:.3f} M"
 
 
-def _size(count: int) -> str:
+def size_text(count: int) -> str:
+    """Return a number of bytes in words."""
     for unit, factor in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= factor:
             return f"{count / factor:.2f} {unit}"

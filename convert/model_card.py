@@ -6,14 +6,17 @@ had, and a licence that is not known is called so.
 
 from __future__ import annotations
 
-from math import prod
+from collections import Counter
 
 import torch
 import yaml
 from huggingface_hub.repocard import metadata_load
 from huggingface_hub.utils import yaml_dump
 
+from modeling_dsv4.token_map import STORED_MAP
+
 from .checkpoint_folder import CheckpointFolder
+from .info import ModelSizes, count_text, size_text
 
 MODEL_CARD = "README.md"
 
@@ -63,6 +66,13 @@ packed weights on CPU and older GPUs, where it expands them to BF16.
 """
 
 
+WORKS = """
+Packed weights stay packed in memory, on every device; experts and n-gram tables are memory-mapped and stay on the host.
+Greedy decoding, sampling, beams, padded batches, prompts in chunks and continued caches work; static, quantized and paged
+caches are refused. `processor.apply_chat_template` is the official prompt format with tools, reasoning efforts and
+response formats; `parse_response` reads answers back. `generation_config.json` has the options `kv_format`,
+`decoder_replay` and `use_mtp`.
+"""
 RELEASED_FORM = """
 `architectures`, `model_type`, `quantization_config` and all tensors are in the released form, so engines that serve the
 release (vLLM, SGLang) serve this folder.
@@ -79,50 +89,42 @@ def model_card(checkpoint: CheckpointFolder) -> str:
         OSError: if the front matter of the source's own card is broken; names the file.
     """
     config = checkpoint.config
-    text = config.get_text_config()
     has_images = config.model_type == "deepseek_v41" and config.vision_config is not None
-    family = FAMILIES[config.model_type]
-    sizes = part_sizes(checkpoint)
-    total = sum(sizes.values())
-    license_ = "LICENSE" if "LICENSE" in checkpoint.files else "the `license` entry above"
-    weights = "packed as in the release" if checkpoint.is_packed else "float"
+    in_released_form = checkpoint.is_packed and checkpoint.has_released_names
+    sizes, stored = ModelSizes(config), stored_bytes(checkpoint)
+    more_use = IMAGE_USE if has_images else WITHOUT_CODE if config.model_type == "deepseek_v4" else ""
     return f"""---
 {yaml_dump(_metadata(checkpoint, has_images)).rstrip()}
 ---
 
-# {family}, {_count(parameters(checkpoint))} parameters
+# {FAMILIES[config.model_type]}, {count_text(sum(row.parameters for row in sizes.rows))} parameters
 
-A checkpoint of {family} with the code that [transformers](https://github.com/huggingface/transformers) needs to open it:
-{len(checkpoint.places)} tensors, {_bytes(total)}, {weights}. The tensors are the source's own files; `config.json` gained `auto_map`{" and a digest" if text.engram_layer_ids else ""}.
+A checkpoint of {FAMILIES[config.model_type]} with the code that [transformers](https://github.com/huggingface/transformers)
+needs to open it: {len(checkpoint.entries)} tensors, {size_text(sum(stored.values()))}. The tensors are the source's own
+files; `config.json` is the source's with an `auto_map`, and with the digest of `{STORED_MAP}` where there is one.
 
 ## Use
 
 Needs transformers 5.24 or a later 5.x, torch 2.11 or later, safetensors, tokenizers, numpy and Pillow; runs on CPU and GPU.
 The Python files of this folder are executed on your machine: read them, and pin a `revision`.
-{TEXT_USE}{IMAGE_USE if has_images else WITHOUT_CODE if config.model_type == "deepseek_v4" else ""}
-Packed weights stay packed in memory, on every device; experts and n-gram tables are memory-mapped and stay on the host.
-Greedy decoding, sampling, beams, padded batches, prompts in chunks and continued caches work{", for text and images" if has_images else ""}. Static,
-quantized and paged caches are refused. `processor.apply_chat_template` is the official prompt format with tools,
-reasoning efforts and response formats; `parse_response` reads answers back. `generation_config.json` has the options
-`kv_format`, `decoder_replay` and `use_mtp`.
-
+{TEXT_USE}{more_use}{WORKS}
 ## Sizes
 
-{_table(("part", "bytes"), [(part, _bytes(size)) for part, size in sizes.items()])}
+{_facts(sizes)}
 
-{_table(("stored as", "bytes"), [(name, _bytes(size)) for name, size in format_sizes(checkpoint).items()])}
+{_parts(sizes)}
 
-{_facts(config)}
+{_table(("stored as", "bytes"), [(name, size_text(size)) for name, size in stored.items()])}
 
 ## Other engines
 
-{RELEASED_FORM if checkpoint.has_released_names and checkpoint.is_packed else OTHER_FORM}
+{RELEASED_FORM if in_released_form else OTHER_FORM}
 `original/` has the files of the source that were changed, and `original/hub_files.json` lists what was added:
 `python -m convert released` undoes both.
 
 ## Licence
 
-The weights: {license_}. The Python files: Apache-2.0.
+The weights: {"LICENSE" if "LICENSE" in checkpoint.files else "the `license` entry above"}. The Python files: Apache-2.0.
 """
 
 
@@ -147,34 +149,7 @@ def _metadata(checkpoint: CheckpointFolder, has_images: bool) -> dict:
     }  # fmt: skip
 
 
-def parameters(checkpoint: CheckpointFolder) -> int:
-    """Return the number of parameters: values of every tensor that is no scale and no table of integers."""
-    count = 0
-    for name, place in checkpoint.places.items():
-        if place.entry.dtype != torch.int64 and not name.endswith(".scale"):
-            count += prod(place.shape) * (2 if place.entry.dtype == torch.int8 else 1)
-    return count
-
-
-def part_sizes(checkpoint: CheckpointFolder) -> dict[str, int]:
-    """Return the bytes of each part of the model that the folder has."""
-    sizes = dict.fromkeys(("language model without experts", "experts", "n-gram tables", "vision", "drafts"), 0)
-    for name, place in checkpoint.places.items():
-        if name.startswith("mtp."):
-            part = "drafts"
-        elif ".ffn.experts." in name:
-            part = "experts"
-        elif ".engram.embed" in name:
-            part = "n-gram tables"
-        elif name.startswith(("vision.", "aligner.", "image_")):
-            part = "vision"
-        else:
-            part = "language model without experts"
-        sizes[part] += prod(place.shape) * place.entry.dtype.itemsize
-    return {part: size for part, size in sizes.items() if size}
-
-
-def format_sizes(checkpoint: CheckpointFolder) -> dict[str, int]:
+def stored_bytes(checkpoint: CheckpointFolder) -> dict[str, int]:
     """Return the bytes of each stored format."""
     sizes: dict[str, int] = {}
     for entry in checkpoint.entries.values():
@@ -183,15 +158,16 @@ def format_sizes(checkpoint: CheckpointFolder) -> dict[str, int]:
     return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
 
-def _facts(config) -> str:
-    text = config.get_text_config()
+def _facts(sizes: ModelSizes) -> str:
+    text, active = sizes.text, sizes.activated()
     facts = [
         f"{text.num_hidden_layers} layers, width {text.hidden_size}, vocabulary {text.vocab_size}",
         f"{text.n_routed_experts} routed experts a layer, {text.num_experts_per_tok} for each token, "
         f"{text.n_shared_experts} shared",
-        f"context of up to {text.max_position_embeddings} tokens",
+        f"parameters that a token activates: {count_text(active.prefill)} in prefill, {count_text(active.decode)} in decode",
+        f"context of up to {text.max_position_embeddings} tokens; {float(sizes.cache().per_token):.6g} bytes of cache for each",
     ]
-    quantization = getattr(config, "quantization_config", None)
+    quantization = getattr(sizes.config, "quantization_config", None)
     if quantization is not None:
         rows, columns = quantization.get("weight_block_size", (32, 32))
         facts.append(
@@ -200,18 +176,14 @@ def _facts(config) -> str:
     return "\n".join(f"- {fact}" for fact in facts)
 
 
+def _parts(sizes: ModelSizes) -> str:
+    parameters, stored = Counter(), Counter()
+    for row in sizes.rows:
+        parameters[row.group] += row.parameters
+        stored[row.group] += row.bytes
+    rows = [(part, count_text(count), size_text(stored[part])) for part, count in parameters.items()]
+    return _table(("part", "parameters", "bytes, packed"), rows)
+
+
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, ("---",) * len(head), *rows])
-
-
-def _bytes(size: int) -> str:
-    return _scaled(size, {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3}, "B")
-
-
-def _count(number: int) -> str:
-    return _scaled(number, {"T": 10**12, "B": 10**9, "M": 10**6}, "")
-
-
-def _scaled(number: int, units: dict[str, int], one: str) -> str:
-    unit, scale = next(((unit, scale) for unit, scale in units.items() if number >= scale), (one, 1))
-    return f"{number / scale:.4g} {unit}".rstrip()

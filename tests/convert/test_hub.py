@@ -189,7 +189,7 @@ def test_the_card_has_the_sources_metadata_and_the_checkpoints_facts(sources, fo
         with safe_open(shard, framework="pt") as handle:
             tensors = {name: handle.get_tensor(name) for name in handle.keys()}
         stored += sum(tensor.nbytes for tensor in tensors.values() if str(tensor.dtype) == "torch.int8")
-    assert f"| FP4, two values a byte | {stored / 1e6:.4g} MB |" in card
+    assert f"| FP4, two values a byte | {stored / 1e6:.2f} MB |" in card
     assert "10 layers, width 128, vocabulary 384" in card and "The weights: LICENSE." in card
     assert "pipeline_tag: text-generation\n" in (folders / "v4" / "README.md").read_text()
 
