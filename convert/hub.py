@@ -28,7 +28,7 @@ from processing_dsv4.processing_deepseek_v41 import Dsv41Processor
 
 from .atomic_folder import new_folder
 from .checkpoint_folder import CONFIG_NAME, CheckpointFolder
-from .hub_layout import IGNORED_FOLDERS, MANIFEST, ORIGINALS, is_hub_folder
+from .hub_layout import MANIFEST, ORIGINALS, folder_files, is_hub_folder
 from .model_card import MODEL_CARD, model_card
 
 # Every door of transformers to the classes of a family, as `module.Class` of the flat code.
@@ -64,7 +64,7 @@ WEIGHTS = ".safetensors"
 # Optimizer states and weights of old kinds: they can run code when they are opened, so they are not published.
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
-Plan = dict[str, "bytes | Path"]
+Plan = dict[str, bytes | Path]
 
 
 @dataclass
@@ -116,20 +116,7 @@ def make_hub_folder(
                 "accepted: a new name, an empty folder, or the result of the same command."
             )
         return HubResult(dst, "unchanged", left_out)
-    sizes = {
-        name: len(content) if isinstance(content, bytes) else content.stat().st_size for name, content in plan.items()
-    }
-    written = {name: size for name, size in sizes.items() if copy or not name.endswith(WEIGHTS)}
-    with new_folder(dst, needed_bytes=sum(written.values())) as folder:
-        with tqdm(
-            total=sum(sizes.values()), unit="B", unit_scale=True, desc=str(dst), disable=not progress or not copy
-        ) as bar:
-            kinds = set()
-            for name, content in plan.items():
-                kinds.add(_place(content, folder / name, link=name.endswith(WEIGHTS) and not copy))
-                bar.update(sizes[name])
-    weights = next((kind for kind in ("symbolic links", "hard links") if kind in kinds), "copies")
-    return HubResult(dst, weights, left_out)
+    return HubResult(dst, _write(plan, dst, copy, progress and copy), left_out)
 
 
 def plan_hub_folder(src: Path, *, decoder_replay: str | None = None) -> tuple[Plan, list[str]]:
@@ -152,31 +139,32 @@ def plan_hub_folder(src: Path, *, decoder_replay: str | None = None) -> tuple[Pl
             raise OSError(f"{src} has no {name}; accepted: a checkpoint with the tokenizer's files beside it.")
     if decoder_replay is None and is_hub_folder(src):
         decoder_replay = read_json(src / GENERATION_CONFIG).get("decoder_replay")
-    processor = _processor(files)
-    config = dict(checkpoint.config_dict)
-    written: dict[str, bytes] = {}
+    written = _written_files(checkpoint, decoder_replay)
+    left_out = [name for name in files if name.endswith(PICKLES)]
+    kept = {name: file for name, file in files.items() if name not in left_out}
+    kept = {f"{ORIGINALS}/{name}" if name in written else name: file for name, file in kept.items()}
+    manifest = {MANIFEST: _json({"written": sorted(written)})}
+    return dict(sorted((kept | written | manifest).items())), left_out
+
+
+def _written_files(checkpoint: CheckpointFolder, decoder_replay: str | None) -> dict[str, bytes]:
+    """What the command adds or changes."""
+    files, family = checkpoint.files, checkpoint.config.model_type
+    written = {file.name: file.read_bytes() for file in code_files(family)}
+    config = checkpoint.config_dict | {"auto_map": AUTO_MAPS[family]}
     if checkpoint.config.get_text_config().needs_token_map:
         token_map = _token_map(checkpoint)
-        config["text_config"] = (config.get("text_config") or {}) | {
-            "engram_token_map_sha256": token_map_digest(token_map)
-        }
+        digest = {"engram_token_map_sha256": token_map_digest(token_map)}
+        config["text_config"] = (config.get("text_config") or {}) | digest
         written[STORED_MAP] = token_map_text(token_map).encode()
-    config["auto_map"] = AUTO_MAPS[checkpoint.config.model_type]
     written[CONFIG_NAME] = _json(config)
+    processor = _processor(files)
     written[GENERATION_CONFIG] = _json(_generation_options(checkpoint, processor.tokenizer, decoder_replay))
     written[TOKENIZER_CONFIG] = _json(read_json(files[TOKENIZER_CONFIG]) | _chat_settings(processor.tokenizer))
     written[PROCESSOR_CONFIG] = processor.to_json_string().encode()
     written[CHAT_TEMPLATE] = processor.chat_template.encode()
-    written |= {file.name: file.read_bytes() for file in code_files(checkpoint.config.model_type)}
     written[MODEL_CARD] = model_card(checkpoint).encode()
-    left_out = [name for name in files if name.endswith(PICKLES)]
-    kept = {
-        f"{ORIGINALS}/{name}" if name in written else name: file
-        for name, file in files.items()
-        if name not in left_out
-    }
-    manifest = {MANIFEST: _json({"written": sorted(written)})}
-    return dict(sorted((kept | written | manifest).items())), left_out
+    return written
 
 
 def code_files(family: str) -> list[Path]:
@@ -192,11 +180,9 @@ def code_files(family: str) -> list[Path]:
 
 def differences(plan: Plan, folder: Path) -> list[str]:
     """Return the names of files in which a folder is not as planned; of weights only sizes and beginnings are compared."""
-    present = set()
-    for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if name not in IGNORED_FOLDERS]
-        present.update((Path(parent) / name).relative_to(folder).as_posix() for name in names)
-    return sorted(present ^ plan.keys()) + [n for n in plan if n in present and not _is_same(plan[n], folder / n)]
+    present = folder_files(folder)
+    changed = [name for name, content in plan.items() if name in present and not _is_same(content, present[name])]
+    return sorted(present.keys() ^ plan.keys()) + changed
 
 
 def _is_same(content: bytes | Path, file: Path) -> bool:
@@ -208,6 +194,21 @@ def _is_same(content: bytes | Path, file: Path) -> bool:
         return True
     with open(content, "rb") as one, open(file, "rb") as other:
         return content.stat().st_size == file.stat().st_size and one.read(2**20) == other.read(2**20)
+
+
+def _write(plan: Plan, dst: Path, copy: bool, progress: bool) -> str:
+    """Make the folder; returns what the weights became."""
+    sizes = {name: len(file) if isinstance(file, bytes) else file.stat().st_size for name, file in plan.items()}
+    needed = sum(size for name, size in sizes.items() if copy or not name.endswith(WEIGHTS))
+    kinds = set()
+    with (
+        new_folder(dst, needed_bytes=needed) as folder,
+        tqdm(total=sum(sizes.values()), unit="B", unit_scale=True, desc=str(dst), disable=not progress) as bar,
+    ):
+        for name, content in plan.items():
+            kinds.add(_place(content, folder / name, link=name.endswith(WEIGHTS) and not copy))
+            bar.update(sizes[name])
+    return next((kind for kind in ("symbolic links", "hard links") if kind in kinds), "copies")
 
 
 def _place(content: bytes | Path, file: Path, *, link: bool) -> str:

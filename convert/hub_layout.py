@@ -40,6 +40,24 @@ def written_by_hub(folder: str | os.PathLike) -> list[str]:
     return names
 
 
+def folder_files(folder: str | os.PathLike) -> dict[str, Path]:
+    r"""Return every file of a folder: `{name: path}`, names relative to it, with `/`.
+
+    Raises:
+        OSError: if the folder does not exist.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise OSError(f"{folder} is no folder; accepted: a checkpoint folder.")
+    files = {}
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in IGNORED_FOLDERS]
+        for name in names:
+            path = Path(parent) / name
+            files[path.relative_to(folder).as_posix()] = path
+    return files
+
+
 def released_files(folder: str | os.PathLike) -> dict[str, Path]:
     r"""Return the files of a checkpoint as released: of a Hub folder without what `convert hub` did to it.
 
@@ -52,15 +70,7 @@ def released_files(folder: str | os.PathLike) -> dict[str, Path]:
     Raises:
         OSError: if the folder does not exist or its list is damaged.
     """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise OSError(f"{folder} is no folder; accepted: a checkpoint folder.")
-    files = {}
-    for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if name not in IGNORED_FOLDERS]
-        for name in names:
-            path = Path(parent) / name
-            files[path.relative_to(folder).as_posix()] = path
+    files = folder_files(folder)
     if is_hub_folder(folder):
         for name in written_by_hub(folder):
             files.pop(name, None)

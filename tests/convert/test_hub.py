@@ -18,6 +18,7 @@ from convert import hub
 from convert.__main__ import main
 from convert.hub import AUTO_MAPS, make_hub_folder
 from convert.hub_layout import MANIFEST, released_files, written_by_hub
+from convert.released import to_released
 from convert.tiny import make_tiny
 from modeling_dsv4.ngram_hash import token_map_digest
 from modeling_dsv4.token_map import STORED_MAP, read_token_map
@@ -64,6 +65,12 @@ def test_weights_are_the_sources_files_and_everything_else_is_undone(sources, fo
     assert contents(folder).keys() == back.keys() | set(written_by_hub(folder)) | {
         MANIFEST, "original/config.json", "original/tokenizer_config.json", "original/README.md",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_released_layout_of_it_is_the_source(sources, folders, family, tmp_path):
+    to_released(folders / family, tmp_path / "back", progress=False)
+    assert contents(tmp_path / "back") == contents(sources / family)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
