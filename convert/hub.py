@@ -20,7 +20,8 @@ from transformers.dynamic_module_utils import get_relative_import_files
 
 from modeling_dsv4 import modeling_deepseek_v41
 from modeling_dsv4.checkpoint_map import read_json
-from modeling_dsv4.generation_dsv4 import OPTIONS, check_replay
+from modeling_dsv4.decoder_replay import check_replay
+from modeling_dsv4.generation_dsv4 import OPTIONS
 from modeling_dsv4.ngram_hash import Dsv4NgramHash, token_map_digest
 from modeling_dsv4.token_map import STORED_MAP, read_token_map, token_map_text
 from processing_dsv4 import processing_deepseek_v41

@@ -121,9 +121,9 @@ def test_generation_options_are_read_back(sources, tmp_path):
     (source / "generation_config.json").write_text(
         json.dumps({"_from_model_config": True, "temperature": 0.5, "eos_token_id": [1, 2]})
     )
-    make_hub_folder(source, tmp_path / "a", decoder_replay="full", progress=False)
+    make_hub_folder(source, tmp_path / "a", decoder_replay="bounded", progress=False)
     options = GenerationConfig.from_pretrained(tmp_path / "a")
-    assert (options.decoder_replay, options.kv_format, options.use_mtp) == ("full", "packed", False)
+    assert (options.decoder_replay, options.kv_format, options.use_mtp) == ("bounded", "packed", False)
     assert (options.temperature, options.eos_token_id, options.pad_token_id) == (0.5, [1, 2], 2)
     make_hub_folder(tmp_path / "a", tmp_path / "b", progress=False)
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
