@@ -7,9 +7,10 @@ the command wrote. So the released folder is: every file that is not listed, and
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
+
+from modeling_dsv4.checkpoint_map import read_json
 
 ORIGINALS = "original"
 MANIFEST = f"{ORIGINALS}/hub_files.json"
@@ -31,10 +32,7 @@ def written_by_hub(folder: str | os.PathLike) -> list[str]:
     file = Path(folder) / MANIFEST
     if not file.is_file():
         return []
-    try:
-        names = json.loads(file.read_text(encoding="utf-8"))["written"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise OSError(f"{file} is no list of files ({error}).") from error
+    names = read_json(file).get("written")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise OSError(f"{file}: 'written' is {names!r:.200}; accepted: a list of names.")
     return names

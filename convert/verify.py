@@ -17,15 +17,18 @@ from tqdm import tqdm
 
 from modeling_dsv4.checkpoint_map import TensorEntry, read_json
 from modeling_dsv4.fp_codecs import as_bytes
-from modeling_dsv4.ngram_hash import build_token_map, engram_multipliers, engram_primes, token_map_digest
+from modeling_dsv4.ngram_hash import engram_multipliers, engram_primes, token_map_digest
 from modeling_dsv4.quantization import PACKED_DTYPES, WIDE_NAMES
+from modeling_dsv4.token_map import STORED_MAP, TOKEN_MAP_FILES, read_token_map
 
-from .checkpoint_folder import Place, read_config, read_tensors, released_places
-from .hub_layout import released_files
+from .checkpoint_folder import CONFIG_NAME, Place, read_config, read_tensors, released_places
+from .hub_layout import ORIGINALS, is_hub_folder, released_files, written_by_hub
 from .inventory import RELEASED_NAMES, released_tensors
 from .shards import INDEX_NAME
 
-CHECKS = ("config", "files", "names", "shapes and dtypes", "values", "hash constants")
+CHECKS = ("config", "files", "names", "shapes and dtypes", "values", "hash constants", "hub files")
+# Key of config.json with the digest of the Engram token map.
+DIGEST = "engram_token_map_sha256"
 # Elements looked at together: bounds the memory, whatever the size of a tensor.
 PIECE = 1 << 22
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -74,7 +77,7 @@ class VerifyReport:
     def lines(self) -> Iterator[str]:
         """Yield the lines that are printed."""
         yield f"{self.folder}: {self.family or 'unknown family'}, {self.form or 'unread'}, {self.tensors} tensors, {self.bytes} bytes"
-        for check in CHECKS:
+        for check in CHECKS if is_hub_folder(self.folder) else CHECKS[:-1]:
             found = [problem for problem in self.problems if problem.check == check]
             state = f"{len(found)} problems" if found else "ok" if check in self.checked else "not checked"
             yield f"  {check:<18} {state}"
@@ -110,7 +113,9 @@ def verify(folder: str | os.PathLike, *, progress: bool = True) -> VerifyReport:
         if places and expected:
             _check_tensors(report, places, expected)
         if config.get_text_config().engram_layer_ids:
-            report.attempt("hash constants", _check_hash, report, config.get_text_config(), files)
+            report.attempt("hash constants", _check_hash, report, config.get_text_config(), path, files)
+        if is_hub_folder(path):
+            report.attempt("hub files", _check_hub, report, path, content)
     if entries:
         _check_values(report, tensors, entries, config, progress)
     return report
@@ -121,7 +126,7 @@ def expected_tensors(content: dict, config) -> dict[str, tuple[tuple[int, ...], 
 
     Args:
         content (`dict`): of config.json. Modules that it lists in `modules_to_not_convert`, and all modules without
-                `quantization_config`, hold floats. Beside packed weights the model's own dtype is accepted, too, and float32
+            `quantization_config`, hold floats. Beside packed weights the model's own dtype is accepted, too, and float32
             where the release widens while loading.
         config (`Dsv41Config` or `Dsv4Config`): made from it.
     """
@@ -201,8 +206,8 @@ def _wrong_values(piece: torch.Tensor, experts: int | None) -> int:
     return 0  # every pair of FP4 codes is two numbers
 
 
-def _check_hash(report: VerifyReport, text, files: dict[str, Path]) -> None:
-    """Compare the n-gram constants of a config with each other and with the folder's tokenizer."""
+def _check_hash(report: VerifyReport, text, path: Path, files: dict[str, Path]) -> None:
+    """Compare the n-gram constants of a config with each other, and token maps with them and with their digest."""
     check = "hash constants"
     for layer, rows, sizes in zip(text.engram_layer_ids, text.engram_num_embeddings, engram_primes(text), strict=True):
         needed = sum(map(sum, sizes))
@@ -211,20 +216,42 @@ def _check_hash(report: VerifyReport, text, files: dict[str, Path]) -> None:
     largest = max(max(factors) for factors in engram_multipliers(text))
     if largest * (text.engram_compressed_vocab_size - 1) >= 2**63:
         report.add(check, f"the factor {largest} overflows 64 bits with {text.engram_compressed_vocab_size} ids")
-    if not text.needs_token_map or "tokenizer.json" not in files:
+    if not text.needs_token_map:
         return
-    from tokenizers import Tokenizer
+    digest = text.engram_token_map_sha256
+    if is_hub_folder(path):  # the map and its digest were added
+        files = files | {STORED_MAP: path / STORED_MAP}
+        digest = (read_json(path / CONFIG_NAME).get("text_config") or {}).get(DIGEST)
+    for name in TOKEN_MAP_FILES:
+        if name in files:
+            _check_token_map(report, text, files[name], digest)
 
-    try:
-        token_map = build_token_map(Tokenizer.from_file(str(files["tokenizer.json"])))
-    except Exception as error:  # the library raises nothing narrower
-        raise OSError(f"{files['tokenizer.json']} is no tokenizer: {error}.") from error
-    found, digest = int(token_map.max()) + 1, token_map_digest(token_map)
+
+def _check_token_map(report: VerifyReport, text, file: Path, digest: str | None) -> None:
+    token_map = read_token_map(file)
+    found, actual = int(token_map.max()) + 1, token_map_digest(token_map)
     if found != text.engram_compressed_vocab_size or len(token_map) > text.vocab_size:
         report.add(
-            check,
-            f"tokenizer.json has {len(token_map)} tokens and {found} compressed ids; accepted: at most {text.vocab_size} "
-            f"tokens and exactly engram_compressed_vocab_size={text.engram_compressed_vocab_size} ids",
+            "hash constants",
+            f"{file} has {len(token_map)} tokens and {found} compressed ids; accepted: at most {text.vocab_size} tokens and "
+            f"exactly engram_compressed_vocab_size={text.engram_compressed_vocab_size} ids",
         )
-    if text.engram_token_map_sha256 not in (None, digest):
-        report.add(check, f"tokenizer.json gives the token map {digest}; config: {text.engram_token_map_sha256}")
+    if digest not in (None, actual):
+        report.add("hash constants", f"{file} gives the token map {actual}; config.json: {digest}")
+
+
+def _check_hub(report: VerifyReport, path: Path, released: dict) -> None:
+    """Compare what `convert hub` wrote with the released configuration and with its own list."""
+    for name in written_by_hub(path):
+        if not (path / name).is_file():
+            report.add("hub files", f"{name} is missing")
+    content = read_json(path / CONFIG_NAME)
+    for door, reference in (content.pop("auto_map", None) or {}).items():
+        code = f"{str(reference).split('.')[0]}.py"
+        if not (path / code).is_file():
+            report.add("hub files", f"auto_map names {code} for {door}, which is missing")
+    if "text_config" in released and DIGEST not in released["text_config"]:
+        (content.get("text_config") or {}).pop(DIGEST, None)
+    for key in sorted(content.keys() | released.keys()):
+        if content.get(key) != released.get(key):
+            report.add("hub files", f"{CONFIG_NAME} differs from {ORIGINALS}/{CONFIG_NAME} in {key}")

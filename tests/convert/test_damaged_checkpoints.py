@@ -231,14 +231,14 @@ def damaged(number, folders, path):
 def assert_refused_or_same(number, folders, path):
     """Load, verify and open a damaged folder; returns what came of it."""
     name, model_class, state, checkpoint = damaged(number, folders, path)
-    outcomes, started = [name], time.monotonic()
+    outcomes, started = [name], time.process_time()  # what else runs on the machine does not count
     for use in (load, open_folder, look_at):
         try:
             outcomes.append(use(path, model_class, state, checkpoint))
         except (ValueError, OSError) as error:
             assert len(str(error)) > 20, error
             outcomes.append(f"{type(error).__name__}: {str(error)[:300]}")
-    assert time.monotonic() - started < MOST_SECONDS, outcomes
+    assert time.process_time() - started < MOST_SECONDS, outcomes
     if name == "free_text":
         assert outcomes[1:] == ["same", "same", "no problem"], outcomes
     return outcomes

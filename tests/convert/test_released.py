@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from convert.__main__ import main
+from convert.hub import make_hub_folder
 from convert.released import to_released
 from convert.tiny import make_tiny
 from convert.verify import verify
@@ -102,6 +103,15 @@ def test_a_released_folder_is_copied_byte_for_byte(family, tmp_path, linked):
     assert contents(tmp_path / "out") == contents(source)
     assert report.kept == len(stored_tensors(source)) and not report.squares
     assert not any(path.is_symlink() for path in (tmp_path / "out").rglob("*"))
+
+
+@pytest.mark.parametrize("kind", ["golden", "tiny"])
+def test_a_hub_folder_gives_the_released_one_back(family, tmp_path, kind):
+    source = FAMILIES[family][0] if kind == "golden" else make_tiny(tmp_path / "x", family=family, progress=False)
+    make_hub_folder(source, tmp_path / "hub", progress=False)
+    report = to_released(tmp_path / "hub", tmp_path / "out", progress=False)
+    assert contents(tmp_path / "out") == contents(source)
+    assert report.kept == len(stored_tensors(source)) and not report.left
 
 
 @pytest.mark.parametrize("original", [True, False], ids=["released names", "our names"])
@@ -337,6 +347,7 @@ def test_a_value_that_is_not_finite_is_named_and_nothing_is_left(tmp_path):
 
 MEMORY_PROGRAM = """
 import json, sys, threading, time
+from convert.hub import make_hub_folder
 from convert.released import to_released
 import torch
 
@@ -362,7 +373,7 @@ print(json.dumps([peak - before, len(report.squares)]))
 
 
 def test_memory_holds_a_piece_not_a_shard(tmp_path):
-    base = make_tiny(tmp_path / "base", size="20MB", progress=False)
+    base = make_tiny(tmp_path / "base", size="12MB", progress=False)
     model = Dsv41ForConditionalGeneration.from_pretrained(base, dtype=torch.float32, quantization_config=DEQUANTIZE)
     with torch.no_grad():
         model.model.language_model.layers[3].mlp.experts.down_proj.mul_(1.01)
@@ -377,4 +388,4 @@ def test_memory_holds_a_piece_not_a_shard(tmp_path):
     print(
         f"RssAnon above the start: {peak / 1e6:.0f} MB for {max(sizes) / 1e6:.0f} MB in {len(sizes)} file; {rounded} rounded"
     )
-    assert rounded >= 8 and peak < 40e6 < max(sizes) / 3
+    assert rounded >= 8 and peak < 32e6 < max(sizes) / 2

@@ -46,6 +46,7 @@ def test_whole_folders_pass(family, tmp_path):
         assert not report.problems, (folder.name, report.problems[:3])
         assert report.form == ("float" if "float" in folder.name else "packed")
         wanted = ["config", "files", "names", "shapes and dtypes", "values"] + ["hash constants"] * (family == "v41")
+        wanted += ["hub files"] * (folder.name == "hub")
         assert sorted(set(report.checked)) == sorted(wanted)
 
 
@@ -85,7 +86,7 @@ DAMAGED = {  # fault: (edit, check, names of the tensors, words of a message)
         lambda f: f.config["text_config"].update(engram_vocab_size=600), "hash constants", None, "the sum of its primes",
     ),
     "token map": (
-        lambda f: f.config["text_config"].update(engram_token_map_sha256="0" * 64), "hash constants", None, "config: 000",
+        lambda f: f.config["text_config"].update(engram_token_map_sha256="0" * 64), "hash constants", None, "config.json: 000",
     ),
     "vocabulary": (
         lambda f: f.config["text_config"].update(engram_compressed_vocab_size=330), "hash constants", None, "=330",
@@ -127,6 +128,24 @@ def test_files_are_compared_with_the_index(golden, tmp_path):
     assert list(found(path)) == ["files"] and "truncated" in found(path)["files"][0]
     (path / SECOND).unlink()
     assert f"{SECOND} is missing" in found(path)["files"][0]
+
+
+def test_what_hub_wrote_is_compared_with_what_was_released(tmp_path):
+    make_hub_folder(CHECKPOINT_V41, tmp_path / "hub", progress=False)
+    path = tmp_path / "hub"
+    (path / "rotary.py").unlink()
+    config = json.loads((path / "config.json").read_text())
+    config["image_token_id"] = 5
+    config["auto_map"]["AutoModel"] = "elsewhere.Model"
+    config["text_config"]["engram_token_map_sha256"] = "0" * 64
+    (path / "config.json").write_text(json.dumps(config))
+    problems = found(path)
+    assert [words.split(" ")[0] for words in problems["hub files"]] == ["rotary.py", "auto_map", "config.json"]
+    assert problems["hub files"][1:] == [
+        "auto_map names elsewhere.py for AutoModel, which is missing",
+        "config.json differs from original/config.json in image_token_id",
+    ]
+    assert len(problems["hash constants"]) == 2  # the stored map and the tokenizer's
 
 
 def test_all_problems_are_listed_in_lines_and_json(golden, tmp_path, capsys):
