@@ -82,7 +82,7 @@ def to_released(
             total=conversion.largest_bytes, unit="B", unit_scale=True, desc=str(dst), disable=not progress
         ) as bar:
             for file, names in shards.items():
-                for written in conversion.write(folder / file, names):
+                for written in conversion.write(folder, file, names):
                     bar.update(written)
             bar.total = bar.n  # what became smaller was counted as it was
         conversion.write_metadata(folder)
@@ -113,7 +113,9 @@ class Conversion:
         self.layout = self._layout()
         self.written: dict[str, str] = {}
         self.written_bytes, self.has_packed, self.copied_whole = 0, False, True
-        self._rows = lru_cache(maxsize=1)(self._quantised_rows)  # a small matrix is rounded once for values and scales
+        # Values and scales of a matrix follow each other: it is compared once, and a small one rounded once.
+        self._is_same = lru_cache(maxsize=1)(self._has_same_numbers)
+        self._rows = lru_cache(maxsize=1)(self._quantised_rows)
 
     def _layout(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of every tensor that is written, in the order of the release."""
@@ -124,10 +126,10 @@ class Conversion:
         layout = {}
         for name, found in released.items():
             stored = self.base if self.base is not None and name in self.base.places else self.source
-            if is_float or name not in stored.places:
-                layout[name] = found
-            else:
+            if name in stored.places and not is_float:
                 layout[name] = stored.places[name].shape, stored.places[name].entry.dtype
+            elif is_float or not (_is_scale(name) and _weight_of(name) in stored.places):  # none of a BF16 matrix
+                layout[name] = found
         return layout
 
     @property
@@ -169,7 +171,7 @@ class Conversion:
 
     # ---- one shard ---------------------------------------------------------------------------------------------------
 
-    def write(self, file: Path, names: list[str]) -> Iterator[int]:
+    def write(self, folder: Path, file: str, names: list[str]) -> Iterator[int]:
         """Write one shard, yielding bytes as they are written; a shard whose tensors are all kept is copied whole."""
         origins = {name: self._origin(name) for name in names}
         tensors = {}
@@ -181,16 +183,16 @@ class Conversion:
                     self.report.not_quantised.append(name.rpartition(".")[0])
             else:
                 tensors[name] = shape, dtype
-        file.parent.mkdir(parents=True, exist_ok=True)
-        whole = self._whole_file(origins)
+        whole, path = self._whole_file(origins), folder / file
         if whole is not None:
-            shutil.copyfile(whole, file)
+            _copy(whole, path)
             yield payload_bytes(tensors)
         else:
             self.copied_whole = False
-            yield from write_shard(file, tensors, lambda name: self._pieces(name, origins[name], tensors[name][1]))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            yield from write_shard(path, tensors, lambda name: self._pieces(name, origins[name], tensors[name][1]))
         self.report.count(origins, self.source, self.base)
-        self.written |= dict.fromkeys(tensors, file.name)
+        self.written |= dict.fromkeys(tensors, file)
         self.written_bytes += payload_bytes(tensors)
         self.has_packed |= any(dtype in PACKED_DTYPES for _, dtype in tensors.values())
 
@@ -213,8 +215,7 @@ class Conversion:
             return self.base
         return self.source if stored == self.layout[weight][1] else None
 
-    @lru_cache(maxsize=1)  # noqa: B019 - values and scales of a matrix follow each other
-    def _is_same(self, weight: str) -> bool:
+    def _has_same_numbers(self, weight: str) -> bool:
         """Whether source and base give the same numbers, bit for bit, in the dtype of the source."""
         ours, theirs = self.source.read(weight), self.base.read(weight)
         scale = _scale_of(weight)

@@ -47,7 +47,7 @@ def test_a_taken_folder_exits_with_1_and_is_named(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "argv", [[], ["nothing"], ["tiny"], ["tiny", "x", "--seed", "one"], ["tiny", "x", "--tokenizer", "own"], ["tiny", "x", "y"],
-              ["hub", "x"], ["hub", "x", "y", "--decoder-replay", "none"]]
+              ["hub", "x"], ["hub", "x", "y", "--decoder-replay", "none"], ["released", "x"], ["verify"], ["info", "x", "y"]]
 )  # fmt: skip
 def test_wrong_usage_exits_with_2(argv, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -59,10 +59,16 @@ def test_wrong_usage_exits_with_2(argv, capsys, tmp_path, monkeypatch):
 def test_help_lists_every_command_with_its_options(capsys):
     assert usage_exit(["--help"]) == 0
     text = capsys.readouterr().out
-    assert "tiny" in text and "hub" in text and "exit codes: 0 done, 1 an input is wrong, 2 usage" in text
+    assert (
+        all(command in text for command in ("tiny", "hub", "released", "verify", "info"))
+        and "exit codes: 0 done, 1 an input is wrong, 2 usage" in text
+    )
     assert usage_exit(["tiny", "--help"]) == 0
     text = capsys.readouterr().out
     assert all(option in text for option in ("DST", "--seed", "--family", "--tokenizer", "--size"))
+    assert usage_exit(["released", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(option in text for option in ("SRC", "DST", "--base", "--bf16", "--max-shard-size"))
 
 
 def test_the_module_runs_and_its_help_imports_no_torch():

@@ -229,6 +229,8 @@ def test_trained_tensors_in_bf16(family, trained, tmp_path):
     assert stored.keys() - written.keys() == {name.replace(".weight", ".scale") for name in matrices}
     listed = load_json(tmp_path / "out" / "config.json")["quantization_config"]["modules_to_not_convert"]
     assert listed == sorted(name.removesuffix(".weight") for name in matrices)
+    to_released(tmp_path / "out", tmp_path / "twice", progress=False)
+    assert contents(tmp_path / "twice") == contents(tmp_path / "out")
     again = model_class.from_pretrained(tmp_path / "out", dtype=torch.bfloat16, quantization_config=DEQUANTIZE)
     for name, tensor in again.state_dict().items():
         expected = model.state_dict()[name]
