@@ -37,7 +37,7 @@ from .ngram_hash import Dsv4NgramHash, build_token_map
 from .quantization import PACKED_DTYPES
 from .released_loading import ReleasedCheckpointMixin
 from .rotary import rotary_frequencies, rotary_table
-from .sequence_layout import SequenceLayout, check_position_ids, read_attention_mask
+from .sequence_layout import SequenceLayout, follows_layout, read_attention_mask
 
 logger = logging.get_logger(__name__)
 
@@ -248,7 +248,9 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
 
         Args:
             input_ids (`[B, S]`, int64): token ids; needed beside `inputs_embeds` by models with Engram.
-            attention_mask: see `read_attention_mask`. position_ids (`[B or 1, S]`): checked against mask and cache.
+            attention_mask: see `read_attention_mask`.
+            position_ids (`[B or 1, S]`): of the real tokens of each row, checked against mask and cache; where they restart
+                at 0, another document begins, which sees nothing of the ones before.
             cache (`Dsv4Cache`, *optional*): continued and extended in place.
             inputs_embeds (`[B, S, H]`, *optional*): used instead of the embeddings of `input_ids`.
             use_cache (`bool`, *optional*): make a cache if none is given; defaults to the config, and to `False` in
@@ -271,14 +273,13 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
         if output_router_logits is None:
             output_router_logits = text.output_router_logits
         wanted = output_hidden_states, output_router_logits, output_selections
-        columns = (input_ids if inputs_embeds is None else inputs_embeds).shape[1]
-        keep = columns if any(wanted) or output_streams else _columns_read(logits_to_keep, columns)
-        check_replay(decoder_replay, keep=keep, columns=columns, window=text.sliding_window)
         embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        more_may_follow = cache is not None
-        if cache is None and self._wants_cache(use_cache):
+        layout, valid = self._layout(attention_mask, position_ids, cache, embeds)
+        everything = any(wanted) or output_streams or layout.is_packed
+        keep = layout.columns if everything else _columns_read(logits_to_keep, layout.columns)
+        check_replay(decoder_replay, keep=keep, columns=layout.columns, window=text.sliding_window)
+        if cache is None and self._wants_cache(use_cache, layout):
             cache = Dsv4Cache(self.config, "packed" if text.cache_rounding else "float")
-        layout, valid = self._layout(attention_mask, position_ids, cache, embeds, more_may_follow)
         context, rows = self._context(input_ids, layout, cache, embeds)
         replay = DecoderReplay(decoder_replay, text, context, keep, cache)
         rows = {index: layout.take_tail(found, replay.layout_entering(index)) for index, found in rows.items()}
@@ -304,7 +305,11 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
         """Whether layers will run a second time in the backward pass."""
         return self.gradient_checkpointing and self.training and torch.is_grad_enabled()
 
-    def _wants_cache(self, use_cache: bool | None) -> bool:
+    def _wants_cache(self, use_cache: bool | None, layout: SequenceLayout) -> bool:
+        if layout.is_packed and use_cache:
+            raise ValueError("use_cache is True and position_ids restart; accepted: packed documents without a cache.")
+        if layout.is_packed:
+            return False
         if self._checkpoints:
             if use_cache:
                 logger.warning_once("use_cache=True with gradient checkpointing: no cache is made.")
@@ -329,20 +334,25 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
                 "cache is given while gradients are checkpointed, which would fill it twice; accepted: None."
             )
 
-    def _layout(
-        self, attention_mask, position_ids, cache, embeds, more_may_follow=False
-    ) -> tuple[SequenceLayout, torch.Tensor | None]:
+    def _layout(self, attention_mask, position_ids, cache, embeds) -> tuple[SequenceLayout, torch.Tensor | None]:
         """Return the layout of the call and the mask of its columns before shifting (`None`: all real)."""
         batch, columns = embeds.shape[:2]
         seen, seen_mask = (0, None) if cache is None else (cache.columns, cache.column_mask)
-        valid = read_attention_mask(attention_mask, batch, columns, seen, seen_mask, more_may_follow=more_may_follow)
+        valid = read_attention_mask(attention_mask, batch, columns, seen, seen_mask, more_may_follow=cache is not None)
         if cache is None:
             past = torch.zeros(batch, dtype=torch.long, device=embeds.device)
             layout = SequenceLayout.from_mask(valid, past, columns)
         else:
             layout = cache.layout(valid, batch, columns, embeds.device)
-        check_position_ids(position_ids, layout)
-        return layout, valid
+        if follows_layout(position_ids, layout):
+            return layout, valid
+        if cache is not None:
+            raise ValueError(
+                "position_ids must count the real tokens of each row from 0 (after the cached ones); accepted with a cache: "
+                "rows of one document."
+            )
+        real = torch.ones(batch, columns, dtype=torch.bool, device=embeds.device) if valid is None else valid
+        return SequenceLayout.from_documents(position_ids.to(embeds.device).expand(batch, -1), real), valid
 
     def _context(self, input_ids, layout, cache, embeds) -> tuple[LayerContext, dict[int, torch.Tensor]]:
         """Return what the layers share, and the Engram rows of every Engram layer."""
@@ -378,6 +388,13 @@ class CausalHead:
         self.lm_head = Dsv4Head(text.hidden_size, text.vocab_size)
         self.post_init()
         self.set_generation_options()
+
+    @staticmethod
+    def _within_documents(labels: torch.Tensor | None, position_ids: torch.Tensor | None, ahead: int = 1):
+        """Labels without those that lie `ahead` tokens behind a token of the document before (no loss: -100)."""
+        if labels is None or position_ids is None:
+            return labels
+        return labels.masked_fill(position_ids.to(labels.device) < ahead, -100)
 
     def _add_head(self, outputs: Dsv4ModelOutput, labels, logits_to_keep, num_items_in_batch=None, shift_labels=None):
         """Return logits of the kept positions, the loss if there are labels, and the model's optional outputs.

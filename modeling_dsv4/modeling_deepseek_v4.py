@@ -34,19 +34,23 @@ class Dsv4Model(Dsv4LanguageModel):
         self.post_init()
 
     def predict_after_next(
-        self, streams: torch.Tensor, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
+        self,
+        streams: torch.Tensor,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         r"""Run the MTP layer on every position whose next token is known.
 
         Args:
             streams (`torch.Tensor` of shape `[B, S, N, H]`): `output_streams` of the forward of `input_ids`.
             input_ids (`torch.Tensor` of shape `[B, S]`, int64): whole rows, from their first token on.
-            attention_mask (*optional*): of the same call.
+            attention_mask, position_ids (*optional*): of the same call.
 
         Returns:
             `torch.Tensor` of shape `[B, S - 1, H]`: normalised states; the head gives logits of token i + 2.
         """
-        layout, _ = self._layout(attention_mask, None, None, streams)
+        layout, _ = self._layout(attention_mask, position_ids, None, streams)
         context, _ = self._context(input_ids, layout, None, streams)
         # Next tokens are those of the row, not of the column beside; what the last one gets is dropped.
         embeds = self.embed_tokens(layout.shift(input_ids).roll(-1, dims=1))
@@ -88,6 +92,7 @@ class Dsv4ForCausalLM(CausalHead, Dsv4PreTrainedModel, Dsv4GenerationMixin):
         """
         with_mtp = labels is not None and self.training and self.config.has_mtp
         shift_labels = kwargs.pop("shift_labels", None)
+        next_labels = self._within_documents(labels, position_ids)
         if with_mtp:
             self._check_mtp(input_ids, cache)
         with_streams = with_mtp or kwargs.get("output_streams", False)
@@ -101,9 +106,11 @@ class Dsv4ForCausalLM(CausalHead, Dsv4PreTrainedModel, Dsv4GenerationMixin):
             logits_to_keep=logits_to_keep,
             **(kwargs | {"return_dict": True, "output_streams": with_streams}),
         )
-        result = self._add_head(outputs, labels, logits_to_keep, num_items_in_batch, shift_labels)
+        result = self._add_head(outputs, next_labels, logits_to_keep, num_items_in_batch, shift_labels)
         if with_mtp:
-            result.mtp_loss = self._mtp_loss(outputs.streams, input_ids, attention_mask, labels, num_items_in_batch)
+            mtp_labels = self._within_documents(labels, position_ids, ahead=2)
+            inputs = outputs.streams, input_ids, attention_mask, position_ids
+            result.mtp_loss = self._mtp_loss(inputs, mtp_labels, num_items_in_batch)
             result.loss = result.loss + self.config.mtp_loss_weight * result.mtp_loss
         return result
 
@@ -117,9 +124,9 @@ class Dsv4ForCausalLM(CausalHead, Dsv4PreTrainedModel, Dsv4GenerationMixin):
                 f"cache holds {cache.get_seq_length()} tokens while the MTP layer is trained; accepted: an empty one."
             )
 
-    def _mtp_loss(self, streams, input_ids, attention_mask, labels, num_items_in_batch) -> torch.Tensor:
+    def _mtp_loss(self, inputs, labels, num_items_in_batch) -> torch.Tensor:
         """Cross entropy of token i + 2 given position i and token i + 1 (V4 report section 2.1)."""
-        logits = self.lm_head(self.model.predict_after_next(streams, input_ids, attention_mask))
+        logits = self.lm_head(self.model.predict_after_next(*inputs))
         options = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
         if not bool((labels[:, 2:] != -100).any()):  # a mean over nothing is no number
             return logits.sum() * 0

@@ -224,6 +224,7 @@ class Dsv41ForCausalLM(CausalHead, Dsv4PreTrainedModel, Dsv4GenerationMixin):
             num_items_in_batch (*optional*): labels of the whole batch, when this call is a part of it; divides the loss.
         """
         shift_labels = kwargs.pop("shift_labels", None)
+        next_labels = self._within_documents(labels, position_ids)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -234,7 +235,7 @@ class Dsv41ForCausalLM(CausalHead, Dsv4PreTrainedModel, Dsv4GenerationMixin):
             logits_to_keep=logits_to_keep,
             **(kwargs | {"return_dict": True}),
         )
-        return self._add_head(outputs, labels, logits_to_keep, num_items_in_batch, shift_labels)
+        return self._add_head(outputs, next_labels, logits_to_keep, num_items_in_batch, shift_labels)
 
 
 class Dsv41ForConditionalGeneration(CausalHead, Dsv4PreTrainedModel, Dsv4GenerationMixin):
@@ -273,6 +274,7 @@ class Dsv41ForConditionalGeneration(CausalHead, Dsv4PreTrainedModel, Dsv4Generat
     ) -> Dsv4CausalLMOutput:
         r"""Run the model; images as in `Dsv41Model`, everything else as in `Dsv41ForCausalLM`."""
         shift_labels = kwargs.pop("shift_labels", None)
+        next_labels = self._within_documents(labels, position_ids)
         outputs = self.model(
             input_ids=input_ids,
             pixel_values=pixel_values,
@@ -287,7 +289,7 @@ class Dsv41ForConditionalGeneration(CausalHead, Dsv4PreTrainedModel, Dsv4Generat
             logits_to_keep=logits_to_keep,
             **(kwargs | {"return_dict": True}),
         )
-        return self._add_head(outputs, labels, logits_to_keep, num_items_in_batch, shift_labels)
+        return self._add_head(outputs, next_labels, logits_to_keep, num_items_in_batch, shift_labels)
 
 
 register_models(Dsv41TextModel, Dsv41Model, Dsv41ForCausalLM, Dsv41ForConditionalGeneration)

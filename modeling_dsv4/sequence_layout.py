@@ -1,8 +1,9 @@
-"""Row layout: where the real tokens of each row are, for any padding.
+"""Row layout: where the real tokens of each row are, for any padding and for packed documents.
 
 A batch arrives with padding on the left, on the right or nowhere. Inside the model every row is shifted so that its new
 tokens start at column 0 and padding comes last; position, group and window of a token then follow from its column and
-from how many tokens of the row came before, and every row equals its run alone. Outputs are shifted back.
+from how many tokens of the row came before, and every row equals its run alone. Documents that were packed one behind the
+other get a row each. Outputs are shifted back.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ class SequenceLayout:
         past (`torch.Tensor` of shape `[B]`, int64): real tokens of each row before this call.
         new (`torch.Tensor` of shape `[B]`, int64): real tokens of each row in this call.
         columns (`int`): columns of the call, padding included (S).
-        order (`torch.Tensor` of shape `[B, S]`, int64, or `None`): source column of each column; `None` if unchanged.
+        order (`torch.Tensor` of shape `[B, S]`, int64, or `None`): which of the caller's B * S places each column comes
+            from; `None` if unchanged.
+        inverse (`torch.Tensor`, int64, or `None`): which column each of the caller's places went to, in the caller's shape.
         is_ragged (`bool`): whether rows differ in `new`.
         floor (`torch.Tensor` of shape `[B]`, int64, or `None`): position before which a window holds nothing; `None` = 0.
     """
@@ -29,6 +32,7 @@ class SequenceLayout:
     new: torch.Tensor
     columns: int
     order: torch.Tensor | None = None
+    inverse: torch.Tensor | None = None
     is_ragged: bool = False
     floor: torch.Tensor | None = None
 
@@ -45,8 +49,43 @@ class SequenceLayout:
             return cls(past, torch.full_like(past, columns), columns)
         new = valid.sum(-1)
         order = torch.argsort(~valid, dim=-1, stable=True)
-        unchanged = torch.equal(order, torch.arange(columns, device=order.device).expand_as(order))
-        return cls(past, new, columns, None if unchanged else order, is_ragged=bool((new != columns).any()))
+        is_ragged = bool((new != columns).any())
+        if torch.equal(order, torch.arange(columns, device=order.device).expand_as(order)):
+            return cls(past, new, columns, is_ragged=is_ragged)
+        first = torch.arange(len(order), device=order.device)[:, None] * columns
+        return cls(past, new, columns, first + order, first + torch.argsort(order, dim=-1), is_ragged)
+
+    @classmethod
+    def from_documents(cls, position_ids: torch.Tensor, valid: torch.Tensor) -> SequenceLayout:
+        r"""Make the layout of rows that hold several documents each: every document is a row of its own, as if it came alone.
+
+        Args:
+            position_ids (`torch.Tensor` of shape `[B, S]`, int64): positions that restart at 0 with every document.
+            valid (`torch.Tensor` of shape `[B, S]`, bool): real tokens.
+
+        Raises:
+            ValueError: if the real tokens of a document do not count from 0.
+        """
+        source = valid.flatten().nonzero()[:, 0]
+        position, row = position_ids.flatten()[source], source // valid.shape[1]
+        document = (position == 0).cumsum(0) - 1
+        follows = (position[1:] == position[:-1] + 1) & (row[1:] == row[:-1])
+        if not bool((follows | (position[1:] == 0)).all()) or bool((position[:1] != 0).any()):
+            raise ValueError(
+                "position_ids must count the real tokens of each row from 0 (after the cached ones), or of each packed "
+                "document from 0."
+            )
+        new = document.bincount()
+        columns = int(new.max())
+        order = new.new_zeros(len(new), columns).index_put((document, position), source)
+        inverse = torch.zeros_like(position_ids).flatten().index_put((source,), document * columns + position)
+        is_ragged = bool((new != columns).any())
+        return cls(torch.zeros_like(new), new, columns, order, inverse.view_as(position_ids), is_ragged)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether rows of the caller hold several documents."""
+        return self.order is not None and self.order.shape != self.inverse.shape
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -65,18 +104,19 @@ class SequenceLayout:
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> SequenceLayout:
         """Return the layout on `device`; a model that is spread over devices hands it on so."""
-        tensors = {name: getattr(self, name) for name in ("past", "new", "order", "floor")}
+        tensors = {name: getattr(self, name) for name in ("past", "new", "order", "inverse", "floor")}
         return replace(
             self, **{k: None if t is None else t.to(device, non_blocking=non_blocking) for k, t in tensors.items()}
         )
 
     def shift(self, x: torch.Tensor) -> torch.Tensor:
-        """Move the real tokens of `[B, S, ...]` to the front of their rows."""
-        return x if self.order is None else _take_columns(x, self.order)
+        """Move the real tokens of the caller's `[B, S, ...]` to the front of their rows."""
+        return x if self.order is None else x.flatten(0, 1)[self.order.to(x.device)]
 
     def unshift(self, x: torch.Tensor) -> torch.Tensor:
         """Undo `shift`; what lies at padding afterwards has no meaning."""
-        return x if self.order is None else _take_columns(x, torch.argsort(self.order, dim=-1))
+        # The last layers may lie on another device than the first.
+        return x if self.inverse is None else x.flatten(0, 1)[self.inverse.to(x.device)]
 
     def tail(self, count: int) -> SequenceLayout:
         """The layout of the last `count` real tokens of each row; `self` if that is all of them."""
@@ -86,7 +126,7 @@ class SequenceLayout:
         past = self.past + skipped
         before = torch.zeros_like(past) if self.floor is None else self.floor
         floor = torch.where(skipped > 0, past, before)  # the windows of a row that skips begin with its first token
-        return replace(self, past=past, new=self.new - skipped, columns=count, order=None, floor=floor)
+        return replace(self, past=past, new=self.new - skipped, columns=count, order=None, inverse=None, floor=floor)
 
     def take_tail(self, x: torch.Tensor, tail: SequenceLayout) -> torch.Tensor:
         """Of `[B, S, ...]` in these columns, those of `tail`."""
@@ -109,12 +149,6 @@ class SequenceLayout:
         return whole.index_put((rows, columns.to(x.device)), x)
 
 
-def _take_columns(x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    columns = columns.to(x.device)  # the last layers may lie on another device than the first
-    index = columns.view(*columns.shape, *[1] * (x.ndim - 2)).expand(*columns.shape, *x.shape[2:])
-    return x.gather(1, index)
-
-
 def take_rows_from(x: torch.Tensor, start: torch.Tensor, count: int) -> torch.Tensor:
     r"""Return `count` consecutive columns of each row, from a start of its own.
 
@@ -126,7 +160,8 @@ def take_rows_from(x: torch.Tensor, start: torch.Tensor, count: int) -> torch.Te
     Returns:
         `torch.Tensor` of shape `[B, count, ...]`.
     """
-    return _take_columns(x, start[:, None] + torch.arange(count, device=x.device))
+    columns = (start[:, None] + torch.arange(count, device=start.device)).to(x.device)
+    return x[torch.arange(len(x), device=x.device)[:, None], columns]
 
 
 def read_attention_mask(
@@ -202,23 +237,19 @@ def _causal_to_padding(mask: torch.Tensor, columns: int, total: int) -> torch.Te
     return keep
 
 
-def check_position_ids(position_ids: torch.Tensor | None, layout: SequenceLayout) -> None:
-    r"""Check that given positions are those of the layout (they follow from mask and cache).
+def follows_layout(position_ids: torch.Tensor | None, layout: SequenceLayout) -> bool:
+    r"""Whether given positions are those of a layout (they follow from mask and cache).
 
     Args:
         position_ids (`torch.Tensor` of shape `[B or 1, S]`, integer, or `None`): as given to `forward`.
 
     Raises:
-        ValueError: if a real token would get another position, as in packed documents.
+        ValueError: for another shape.
     """
     if position_ids is None:
-        return
+        return True
     batch = len(layout.past)
     if position_ids.ndim != 2 or position_ids.shape[0] not in (1, batch) or position_ids.shape[1] != layout.columns:
         raise ValueError(f"position_ids has shape {list(position_ids.shape)}; accepted: [{batch}, {layout.columns}].")
     given = layout.shift(position_ids.to(layout.past.device).expand(batch, -1))
-    if not torch.equal(given[layout.real], layout.position_ids[layout.real]):
-        raise ValueError(
-            "position_ids must count the real tokens of each row from 0 (after the cached ones); "
-            "packed documents, whose positions restart, are not supported."
-        )
+    return torch.equal(given[layout.real], layout.position_ids[layout.real])

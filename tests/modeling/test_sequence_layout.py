@@ -5,7 +5,7 @@ import torch
 
 from modeling_dsv4.sequence_layout import (
     SequenceLayout,
-    check_position_ids,
+    follows_layout,
     read_attention_mask,
     take_rows_from,
 )
@@ -210,30 +210,48 @@ def test_a_row_may_be_silent_later_but_not_at_first():
 def test_position_ids_of_real_tokens_must_be_those_of_the_layout():
     layout = _layout(MIXED)
     given = (MIXED.long().cumsum(-1) - 1).masked_fill(~MIXED, 1)
-    check_position_ids(given, layout)
-    check_position_ids(None, layout)
+    assert follows_layout(given, layout) and follows_layout(None, layout)
     wrong = given.clone()
     wrong[3, 2] += 1
-    with pytest.raises(ValueError, match="position_ids"):
-        check_position_ids(wrong, layout)
-    wrong = given.masked_fill(~MIXED, 99)
-    check_position_ids(wrong, layout)
+    assert not follows_layout(wrong, layout)
+    assert follows_layout(given.masked_fill(~MIXED, 99), layout)
 
 
 def test_position_ids_continue_and_may_be_one_row():
     layout = SequenceLayout.from_mask(None, torch.tensor([4, 4]), 3)
-    check_position_ids(torch.tensor([[4, 5, 6]]), layout)
-    check_position_ids(torch.tensor([[4, 5, 6]] * 2), layout)
-    for wrong in ([[0, 1, 2]], [[4, 5, 0]], [[5, 6, 7]]):
-        with pytest.raises(ValueError, match="packed documents"):
-            check_position_ids(torch.tensor(wrong), layout)
+    assert follows_layout(torch.tensor([[4, 5, 6]]), layout)
+    assert follows_layout(torch.tensor([[4, 5, 6]] * 2), layout)
+    assert not any(follows_layout(torch.tensor(wrong), layout) for wrong in ([[0, 1, 2]], [[4, 5, 0]], [[5, 6, 7]]))
+
+
+# ---- packed documents ----------------------------------------------------------------------------------------------------
+
+
+def test_every_document_gets_a_row():
+    valid = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 0, 0]]).bool()
+    positions = torch.tensor([[0, 1, 2, 0, 0, 1], [7, 0, 0, 1, 7, 7]])
+    layout = SequenceLayout.from_documents(positions, valid)
+    assert layout.is_packed and layout.is_ragged and layout.new.tolist() == [3, 1, 2, 1, 2]
+    x = torch.arange(12).view(2, 6, 1)
+    rows = [row[:n].flatten().tolist() for row, n in zip(layout.shift(x), layout.new, strict=True)]
+    assert rows == [[0, 1, 2], [3], [4, 5], [7], [8, 9]]
+    assert torch.equal(layout.unshift(layout.shift(x))[valid], x[valid])
+    assert torch.equal(layout.unshift(layout.position_ids)[valid], positions[valid])
+
+
+@pytest.mark.parametrize("positions", [[1, 2, 3, 4], [0, 1, 3, 4], [0, 1, 1, 2], [0, 2, 0, 1]])
+def test_documents_count_from_zero(positions):
+    with pytest.raises(ValueError, match="of each packed document from 0"):
+        SequenceLayout.from_documents(torch.tensor([positions]), torch.ones(1, 4, dtype=torch.bool))
+    with pytest.raises(ValueError, match="of each packed document from 0"):  # the second row goes on from the first
+        SequenceLayout.from_documents(torch.tensor([[0, 1], [2, 3]]), torch.ones(2, 2, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (3,), (2, 3, 1), (3, 3)])
 def test_position_ids_of_another_shape_are_refused(shape):
     layout = SequenceLayout.from_mask(None, torch.tensor([0, 0]), 3)
     with pytest.raises(ValueError, match="position_ids"):
-        check_position_ids(torch.arange(3).expand(shape) if len(shape) == 1 else torch.zeros(shape).long(), layout)
+        follows_layout(torch.arange(3).expand(shape) if len(shape) == 1 else torch.zeros(shape).long(), layout)
 
 
 def test_a_two_dimensional_additive_mask_is_refused():
