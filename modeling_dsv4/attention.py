@@ -23,10 +23,12 @@ from .rotary import rotary_table, rotate
 from .sequence_layout import SequenceLayout, take_rows_from
 from .sparse_attention import (
     attend_with_sinks,
+    attention_mass,
     expand_blocks,
     full_precision,
     hadamard_rotate,
     index_scores,
+    indexer_divergence,
     pool_groups,
     select_candidate_blocks,
     select_topk,
@@ -43,17 +45,19 @@ class SharedState(NamedTuple):
     r"""What layers hand on: entries and index keys of the latest source, the latest selection, the candidate pool.
 
     selection `[B, S, K]` int32: entries of each query, ascending, -1 = none. candidates `[B, S, blocks]` int32.
+    divergence `[B]` or `None`: of the indexers so far, summed over layers and tokens (`indexer_divergence`).
     """
 
     entries: EntryView | None = None
     index_keys: EntryView | None = None
     selection: torch.Tensor | None = None
     candidates: torch.Tensor | None = None
+    divergence: torch.Tensor | None = None
 
     def tail(self, layout: SequenceLayout, tail: SequenceLayout) -> SharedState:
         """What the queries of `tail` need of this, when it was made for those of `layout`."""
         chosen = (None if t is None else layout.take_tail(t, tail) for t in (self.selection, self.candidates))
-        return SharedState(self.entries, self.index_keys, *chosen)
+        return SharedState(self.entries, self.index_keys, *chosen, self.divergence)
 
 
 class LayerContext(NamedTuple):
@@ -63,6 +67,7 @@ class LayerContext(NamedTuple):
     image_mask `[B, S]` bool or `None`: positions of image spans. input_ids `[B, S]` int64 or `None`.
     next_layout: set for the one layer that pools all its tokens and computes only the last ones (`DecoderReplay`).
     pooled: whether entries of all tokens were pooled before, and these are the last ones.
+    trains_indexers: whether indexers are compared with the attention of their layers.
     """
 
     layout: SequenceLayout
@@ -72,6 +77,7 @@ class LayerContext(NamedTuple):
     input_ids: torch.Tensor | None = None
     next_layout: SequenceLayout | None = None
     pooled: bool = False
+    trains_indexers: bool = False
 
     def tail(self, tail: SequenceLayout) -> LayerContext:
         """The context of the tokens of `tail` alone."""
@@ -199,6 +205,12 @@ class Dsv4Indexer(nn.Module):
         x = rotate(x, table)
         return hadamard_rotate(x) if self.rotates else x
 
+    def make_queries(self, x, q_latent, table, codec: CacheCodec) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return index queries `[B, S, Hi, Di]`, rounded, and head weights `[B, S, Hi]`; arguments as in `forward`."""
+        queries = self.q_b_proj(q_latent).unflatten(-1, (self.heads, self.head_dim))
+        weights = self.weights_proj(x) * (self.head_dim**-0.5 * self.heads**-0.5)
+        return codec.rounded(self.place(queries, table)), weights
+
     def forward(
         self,
         x: torch.Tensor,
@@ -223,9 +235,7 @@ class Dsv4Indexer(nn.Module):
         Returns:
             selection `[B, S, K]` int32 and, from the candidate source, the candidate blocks `[B, S, blocks]` int32.
         """
-        queries = self.q_b_proj(q_latent).unflatten(-1, (self.heads, self.head_dim))
-        queries = codec.rounded(self.place(queries, table))
-        weights = self.weights_proj(x) * (self.head_dim**-0.5 * self.heads**-0.5)
+        queries, weights = self.make_queries(x, q_latent, table, codec)
         # Padding columns continue the count of positions beyond the entries that exist.
         visible = ((layout.position_ids + 1) // self.ratio).clamp(max=keys.count)
         pool = candidates if self.uses_candidates else None
@@ -318,7 +328,15 @@ class Dsv4Attention(nn.Module):
         else:
             window = cache.window.append(window, context.layout, keep_extra=cache.keep_extra(x.shape[1]))
         state = self._select(x, q_latent, state, context, codecs["index"])
-        out = self._attend(queries, window, state, context.layout)
+        index = None
+        if context.trains_indexers and self.selects:
+            # Nothing of the backbone learns from the indexer.
+            index = self.indexer.make_queries(x.detach(), q_latent.detach(), table, codecs["index"])
+        out, divergence = self._attend(queries, window, state, context.layout, index)
+        if divergence is not None:
+            state = state._replace(
+                divergence=divergence if state.divergence is None else state.divergence + divergence
+            )
         out = rotate(out, table, inverse=True).flatten(-2).unflatten(-1, (self.groups, -1))
         return self.o_b_proj(self.o_a_proj(out)), state
 
@@ -336,8 +354,10 @@ class Dsv4Attention(nn.Module):
         entries = _keep(rotate(new.latents, table), new, store and store.entries, codecs["compressed"])
         keys = None
         if self.selects:
-            with torch.no_grad():
-                keys = self.indexer.place(self.indexer.make_keys(x, new, context, cache), table)
+            # Gradients of index keys come from `indexer_divergence` alone and end here.
+            with torch.set_grad_enabled(context.trains_indexers):
+                latents = new._replace(latents=new.latents.detach())
+                keys = self.indexer.place(self.indexer.make_keys(x.detach(), latents, context, cache), table)
                 keys = _keep(keys, new, store and store.index_keys, codecs["index"])
         return state._replace(entries=entries, index_keys=keys, selection=None)
 
@@ -352,8 +372,11 @@ class Dsv4Attention(nn.Module):
         candidates = state.candidates if candidates is None else candidates
         return state._replace(selection=selection, candidates=candidates)
 
-    def _attend(self, queries, window, state: SharedState, layout: SequenceLayout) -> torch.Tensor:
-        """Attend tile by tile: no S x T scores and no S x K entries exist at once."""
+    def _attend(self, queries, window, state: SharedState, layout: SequenceLayout, index=None):
+        """Attend tile by tile: no S x T scores and no S x K entries exist at once.
+
+        Returns the output and, where `index` holds the queries and weights of an indexer, its divergence `[B]`.
+        """
         length, held = queries.shape[1], window.shape[1] - queries.shape[1]
         entries = state.entries if self.mode != "window" else None
         selection = state.selection if entries is not None else None
@@ -365,7 +388,7 @@ class Dsv4Attention(nn.Module):
         elif entries is not None:
             each += self.heads * entries.count
         everything = entries.read() if entries is not None and selection is None else None
-        outputs = []
+        outputs, divergences = [], []
         step = min(MAX_TILE_ELEMENTS // (len(queries) * each), max(self.window, MIN_TILE))
         for tile in _tiles(length, max(1, step)):
             slots = slice(max(0, held + tile.start - self.window + 1), held + tile.stop)
@@ -378,7 +401,14 @@ class Dsv4Attention(nn.Module):
             else:
                 picked, mask = entries.gather(selection[:, tile]), selection[:, tile] >= 0
             outputs.append(attend_with_sinks(*args, picked, mask, self.sinks, scale=self.scale))
-        return torch.cat(outputs, dim=1)
+            if index is not None and picked is not None:
+                with torch.no_grad():
+                    mass = attention_mass(*args, picked, mask, self.sinks, scale=self.scale)
+                keys = state.index_keys.read() if selection is None else state.index_keys.gather(selection[:, tile])
+                scores = index_scores(index[0][:, tile], keys, index[1][:, tile])
+                divergence = indexer_divergence(scores, mass, mask)
+                divergences.append(divergence.masked_fill(~layout.real[:, tile], 0.0).sum(-1))
+        return torch.cat(outputs, dim=1), sum(divergences) if divergences else None
 
     def _window_mask(self, tile: slice, slots: slice, held: int, layout: SequenceLayout) -> torch.Tensor:
         """`[B, T, W]` bool: a query sees itself and the `window - 1` tokens before it, as far as they are there."""

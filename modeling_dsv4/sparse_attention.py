@@ -158,6 +158,27 @@ def attend_with_sinks(
     Returns:
         `torch.Tensor` of shape `[B, T, H, D]`, dtype of `queries`; zeros where nothing may be attended.
     """
+    weights, total = _softmax_parts(queries, window, window_mask, entries, entries_mask, sinks, scale)
+    out = sum(_weighted(part.to(queries.dtype), kv) for part, kv in zip(weights, (window, entries), strict=False))
+    return (out / total[..., None]).to(queries.dtype)
+
+
+def attention_mass(queries, window, window_mask, entries, entries_mask, sinks, *, scale: float) -> torch.Tensor:
+    r"""Return how the attention of `attend_with_sinks` to compressed entries is spread over them, all heads together.
+
+    Args:
+        as in `attend_with_sinks`.
+
+    Returns:
+        `torch.Tensor` of shape `[B, T, K or C]`, float32 or wider: sums to 1 over the entries, or is 0 where there are none.
+    """
+    (_, weights), total = _softmax_parts(queries, window, window_mask, entries, entries_mask, sinks, scale)
+    mass = (weights / total[..., None]).sum(dim=2)
+    return mass / mass.sum(-1, keepdim=True).clamp(min=torch.finfo(mass.dtype).tiny)
+
+
+def _softmax_parts(queries, window, window_mask, entries, entries_mask, sinks, scale):
+    """Unnormalised weights `[B, T, H, W]` and `[B, T, H, K or C]`, and their sum with the sinks `[B, T, H]`."""
     logits = [_logits(queries, window, window_mask, scale)]
     if entries is not None:
         logits.append(_logits(queries, entries, entries_mask, scale))
@@ -165,9 +186,24 @@ def attend_with_sinks(
     # The result does not depend on this shift, so no gradient needs to pass through it.
     top = torch.maximum(torch.cat(logits, dim=-1).amax(-1), sinks).detach()
     weights = [(part - top[..., None]).exp() for part in logits]
-    total = sum(part.sum(-1) for part in weights) + (sinks - top).exp()
-    out = sum(_weighted(part.to(queries.dtype), kv) for part, kv in zip(weights, (window, entries), strict=False))
-    return (out / total[..., None]).to(queries.dtype)
+    return weights, sum(part.sum(-1) for part in weights) + (sinks - top).exp()
+
+
+def indexer_divergence(scores: torch.Tensor, mass: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    r"""Return KL(mass || softmax(scores)) of every query, with which an indexer learns to score as its layer attends.
+
+    Args:
+        scores (`torch.Tensor` of shape `[B, T, K]`, any float dtype): index scores.
+        mass (`torch.Tensor` of shape `[B, T, K]`): from `attention_mass`; no gradient flows to it.
+        mask (`torch.Tensor` of shape `[B, T, K]`, bool): entries that are there.
+
+    Returns:
+        `torch.Tensor` of shape `[B, T]`, float32 or wider; 0 where no entry is there.
+    """
+    scores = wide(scores).masked_fill(~mask, torch.finfo(wide(scores).dtype).min)
+    mass = mass.detach().to(scores.dtype)
+    divergence = torch.special.xlogy(mass, mass) - mass * scores.log_softmax(dim=-1)
+    return divergence.masked_fill(~mask, 0.0).sum(-1)
 
 
 def _logits(queries, keys, mask, scale):

@@ -9,8 +9,10 @@ import torch
 
 from modeling_dsv4.sparse_attention import (
     attend_with_sinks,
+    attention_mass,
     expand_blocks,
     index_scores,
+    indexer_divergence,
     pool_groups,
     select_candidate_blocks,
     select_topk,
@@ -302,3 +304,41 @@ def test_attention_is_float32_inside_autocast():
     assert expected.any()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(attend_with_sinks(*args, scale=0.5), expected)
+
+
+# ---- what an indexer learns from -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("per_query", [False, True])
+def test_attention_mass_is_the_share_of_each_entry_in_all_heads_together(per_query):
+    queries, window, sinks = _random(1, 4, 3, 8), _random(1, 6, 8, seed=2), _random(3, seed=3)
+    entries = _random(1, 4, 5, 8, seed=4) if per_query else _random(1, 5, 8, seed=4)
+    window_mask = torch.ones(1, 4, 6, dtype=torch.bool)
+    mask = torch.tensor([[[1, 1, 1, 1, 1], [1, 0, 1, 0, 0], [0, 0, 0, 0, 0], [0, 1, 1, 0, 1]]]).bool()
+    found = attention_mass(queries, window, window_mask, entries, mask, sinks, scale=0.3)
+    for t, j in itertools.product(range(4), range(5)):
+        total = 0.0
+        for h in range(3):
+            own = entries[0, t] if per_query else entries[0]
+            exps = [math.exp(0.3 * float(queries[0, t, h] @ own[i])) * bool(mask[0, t, i]) for i in range(5)]
+            rest = sum(math.exp(0.3 * float(queries[0, t, h] @ key)) for key in window[0]) + math.exp(sinks[h])
+            total += np.array(exps) / (sum(exps) + rest)
+        expected = total[j] / total.sum() if mask[0, t].any() else 0.0
+        assert abs(float(found[0, t, j]) - expected) < 1e-12
+
+
+def test_divergence_is_the_written_out_sum_and_learns_from_scores_alone():
+    scores, mass = _random(1, 3, 4).requires_grad_(), _random(1, 3, 4, seed=2).abs().requires_grad_()
+    mask = torch.tensor([[[1, 1, 1, 1], [1, 0, 1, 0], [0, 0, 0, 0]]]).bool()
+    target = (mass * mask) / (mass * mask).sum(-1, keepdim=True).clamp(min=1e-30)
+    found = indexer_divergence(scores, target, mask)
+    for t in range(3):
+        chosen = mask[0, t].nonzero()[:, 0].tolist()
+        total = sum(math.exp(float(scores[0, t, j])) for j in chosen)
+        logs = {j: math.log(target[0, t, j]) - math.log(math.exp(float(scores[0, t, j])) / total) for j in chosen}
+        assert abs(float(found[0, t]) - sum(float(target[0, t, j]) * log for j, log in logs.items())) < 1e-12
+    found.sum().backward()
+    assert mass.grad is None
+    # d KL / d scores = softmax(scores) - mass, over the entries that are there.
+    soft = torch.softmax(scores.detach().masked_fill(~mask, -INF), -1).nan_to_num()
+    assert torch.allclose(scores.grad, (soft - target.detach()) * mask, atol=1e-12)
