@@ -31,7 +31,7 @@ from .engram import Dsv4EngramMemory, Dsv4PackedEngramTable
 from .engram_reads import EngramStatistics, begin_reads
 from .host_tensors import host_modules
 from .hyper_connections import Dsv4HyperConnection, Dsv4HyperHead, collapse_streams, first_pre
-from .layers import Dsv4Head, Dsv4RMSNorm
+from .layers import Dsv4GroupedLinear, Dsv4Head, Dsv4RMSNorm
 from .moe import Dsv4Experts, Dsv4TopKRouter, balanced_token_experts
 from .ngram_hash import Dsv4NgramHash, build_token_map
 from .quantization import PACKED_DTYPES
@@ -108,7 +108,7 @@ class Dsv4PreTrainedModel(ReleasedCheckpointMixin, PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         std = self.config.get_text_config().initializer_range
-        if isinstance(module, (nn.Linear, nn.Embedding, Dsv4TopKRouter)):
+        if isinstance(module, (nn.Linear, nn.Embedding, Dsv4GroupedLinear, Dsv4TopKRouter)):
             if module.weight.dtype.itemsize > 1:  # packed weights come from a file, never from here
                 init.normal_(module.weight, mean=0.0, std=std)
             if getattr(module, "bias", None) is not None:
@@ -160,6 +160,12 @@ class Dsv4PreTrainedModel(ReleasedCheckpointMixin, PreTrainedModel):
             logger.warning_once("use_reentrant=True: layers hand on tuples, so use_reentrant=False is used instead.")
             gradient_checkpointing_func = partial(gradient_checkpointing_func, use_reentrant=False)
         super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, **kwargs)
+
+    def requires_grad_(self, requires_grad: bool = True):
+        """As `nn.Module.requires_grad_`, but packed weights never require a gradient."""
+        for parameter in self.parameters():
+            parameter.requires_grad_(requires_grad and parameter.dtype not in PACKED_DTYPES)
+        return self
 
     def train(self, mode: bool = True):
         """Set training mode; says once that packed weights stay as they are."""

@@ -1,5 +1,6 @@
 """Training of DeepSeek-V4 / V4.1: the optimizer, its routing, the Trainer and its callbacks (installed only)."""
 
+from .adapters import lora_layers
 from .callbacks import QatScheduleCallback, RouterBiasCallback, VisionScheduleCallback
 from .data_collator import Dsv4DataCollator
 from .newton_schulz import HYBRID_COEFFICIENTS, newton_schulz
@@ -18,6 +19,7 @@ __all__ = [
     "RouterBiasCallback",
     "VisionScheduleCallback",
     "build_param_groups",
+    "lora_layers",
     "newton_schulz",
     "sinkhorn_balance",
 ]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 from transformers.training_args import ParallelMode
 
+from ..quantization import simulate_packing
 from .router_load import RouterLoadCounter, bias_update
 
 
@@ -176,16 +177,20 @@ class QatScheduleCallback(TrainerCallback):
         warmup (`Mapping[str, Any]`, *optional*, defaults to `{"cache_rounding": False}`):
             Attribute of the text config -> value before that; `{"candidate_source_layer_id": -1}` lifts the candidate
             restriction, `{"index_topk": None}` attends to all visible entries.
+        quantization (`Dsv4QuantizationConfig`, *optional*):
+            From `start_step` on, weights and layer inputs are rounded to these formats, those of the packed folder that
+            will be written (`simulate_packing`). `None` leaves them as they are.
 
     Raises:
         ValueError: at the start of training, if the config has no such attribute.
     """
 
-    def __init__(self, start_step: int, warmup: Mapping[str, Any] | None = None):
+    def __init__(self, start_step: int, warmup: Mapping[str, Any] | None = None, quantization=None):
         if start_step < 0:
             raise ValueError(f"`start_step` must be >= 0, got {start_step}")
         self.start_step = start_step
         self.warmup = {"cache_rounding": False} if warmup is None else dict(warmup)
+        self.quantization = quantization
         self._config: Any = None
         self._own: dict[str, Any] = {}
 
@@ -196,12 +201,15 @@ class QatScheduleCallback(TrainerCallback):
         missing = [name for name in self.warmup if not hasattr(self._config, name)]
         if missing:
             raise ValueError(f"{type(self._config).__name__} has no {missing}: nothing to schedule")
+        self._model = model
+        self._round_weights(True)
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step < self.start_step and not self._own:
             self._own = {name: getattr(self._config, name) for name in self.warmup}
             for name, value in self.warmup.items():
                 setattr(self._config, name, value)
+            self._round_weights(False)
 
     def on_step_end(self, args, state, control, **kwargs):
         self._restore()
@@ -209,7 +217,13 @@ class QatScheduleCallback(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs):
         self._restore()
 
+    def _round_weights(self, enabled: bool) -> None:
+        if self.quantization is not None:
+            simulate_packing(self._model, self.quantization if enabled else None)
+
     def _restore(self) -> None:
+        if self._own:
+            self._round_weights(True)
         for name, value in self._own.items():
             setattr(self._config, name, value)
         self._own = {}
