@@ -258,6 +258,8 @@ class DecoderConfig(ReleasedConfig):
         "gate_temp": number_above(0),
         "cache_rounding": BOOL,
         "output_router_logits": BOOL,
+        "balance_loss_weight": (lambda v: is_number(v) and v >= 0, "a number >= 0"),
+        "balance_loss_normalized": BOOL,
     }
 
     def __post_init__(self, **kwargs):

@@ -23,6 +23,7 @@ from transformers.utils import can_return_tuple, logging
 from transformers.utils.deprecation import deprecate_kwarg
 
 from .attention import Dsv4Attention, Dsv4Compressor, LayerContext, SharedState
+from .balance_loss import sequence_shares
 from .cache import Dsv4Cache, check_cache
 from .capture import OutputCapture
 from .decoder import Dsv4DecoderLayer, StreamState
@@ -57,22 +58,32 @@ class Dsv4ModelOutput(MoeModelOutputWithPast):
         selections (`{layer: [B, S, index_topk] int64}`, *optional*): compressed positions, -1 = none, of every layer that
             selects.
         streams (`[B, S, N, H]`, *optional*): residual streams after the last layer, before they are collapsed.
+        balance (`[B]`, *optional*): see `sequence_balance`; summed over the layers.
     """
 
     selections: dict[int, torch.Tensor] | None = None
     streams: torch.Tensor | None = None
+    balance: torch.Tensor | None = None
 
 
 @dataclass
 class Dsv4CausalLMOutput(MoeCausalLMOutputWithPast):
     r"""Output of the language models: `loss`, `logits` `[B, S, V]` float32, and the fields of `Dsv4ModelOutput`.
 
-    `mtp_loss` (V4, in training): the part of the loss for the token after the next one, before its weight.
+    In training, before their weights: `aux_loss`, the sequence-wise balance loss, and `mtp_loss` (V4), the loss of the token
+    after the next one. `loss_parts`: what each part adds to `loss`, detached.
     """
 
     selections: dict[int, torch.Tensor] | None = None
     streams: torch.Tensor | None = None
     mtp_loss: torch.Tensor | None = None
+    loss_parts: dict[str, torch.Tensor] | None = None
+
+    def add_loss(self, name: str, part: torch.Tensor, weight: float = 1.0) -> None:
+        """Add a part to the loss."""
+        part = part * weight
+        self.loss = part if self.loss is None else self.loss + part.to(self.loss.device)
+        self.loss_parts = (self.loss_parts or {}) | {name: part.detach()}
 
 
 class Dsv4PreTrainedModel(ReleasedCheckpointMixin, PreTrainedModel):
@@ -247,6 +258,7 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
         output_selections: bool | None = None,
         output_streams: bool = False,
         logits_to_keep: int | torch.Tensor = 0,
+        output_balance: bool = False,
         decoder_replay: str = "full",
         **kwargs,
     ) -> Dsv4ModelOutput:
@@ -261,8 +273,8 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
             inputs_embeds (`[B, S, H]`, *optional*): used instead of the embeddings of `input_ids`.
             use_cache (`bool`, *optional*): make a cache if none is given; defaults to the config, and to `False` in
                 training mode while gradients are recorded.
-            output_hidden_states, output_router_logits, output_selections, output_streams (`bool`, *optional*): see
-                `Dsv4ModelOutput`.
+            output_hidden_states, output_router_logits, output_selections, output_streams, output_balance (`bool`,
+                *optional*): see `Dsv4ModelOutput`.
             logits_to_keep (`int` or index tensor, *optional*, defaults to 0): last columns whose final state will be
                 read, 0 = all; "exact" and "bounded" return zeros for the columns that they leave out.
             decoder_replay (`str`, *optional*, defaults to `"full"`): "full" runs every layer on every token; "exact" gives
@@ -281,7 +293,7 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
         wanted = output_hidden_states, output_router_logits, output_selections
         embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         layout, valid = self._layout(attention_mask, position_ids, cache, embeds)
-        everything = any(wanted) or output_streams or layout.is_packed
+        everything = any(wanted) or output_streams or output_balance or layout.is_packed
         keep = layout.columns if everything else _columns_read(logits_to_keep, layout.columns)
         check_replay(decoder_replay, keep=keep, columns=layout.columns, window=text.sliding_window)
         if cache is None and self._wants_cache(use_cache, layout):
@@ -292,7 +304,7 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
         rows = begin_reads({index: self.layers[index].engram.embedding for index in rows}, rows)
         streams = layout.shift(embeds).unsqueeze(2).expand(-1, -1, text.hc_mult, -1)
         flow = StreamState(streams.contiguous(), first_pre(streams), SharedState())
-        capture = OutputCapture(text, layout, *wanted, embeddings=embeds)
+        capture = OutputCapture(text, layout, *wanted, embeddings=embeds, balance=output_balance)
         for index, layer in enumerate(self.layers):
             flow, context = replay.enter(index, flow)
             with capture.watching(layer, flow):
@@ -402,6 +414,10 @@ class CausalHead:
             return labels
         return labels.masked_fill(position_ids.to(labels.device) < ahead, -100)
 
+    def _wants_balance(self, labels, shift_labels) -> bool:
+        has_labels = labels is not None or shift_labels is not None
+        return self.training and has_labels and self.config.get_text_config().balance_loss_weight > 0
+
     def _add_head(self, outputs: Dsv4ModelOutput, labels, logits_to_keep, num_items_in_batch=None, shift_labels=None):
         """Return logits of the kept positions, the loss if there are labels, and the model's optional outputs.
 
@@ -409,15 +425,7 @@ class CausalHead:
         """
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, keep])
-        loss = None
-        if labels is not None or shift_labels is not None:
-            if shift_labels is not None:
-                shift_labels = shift_labels.contiguous()  # the loss views them as one row
-            options = {"num_items_in_batch": num_items_in_batch, "shift_labels": shift_labels}
-            options = {name: value for name, value in options.items() if value is not None}
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **options)
-        return Dsv4CausalLMOutput(
-            loss=loss,
+        result = Dsv4CausalLMOutput(
             logits=logits,
             cache=outputs.cache,
             hidden_states=outputs.hidden_states,
@@ -425,3 +433,20 @@ class CausalHead:
             selections=outputs.selections,
             streams=outputs.streams,
         )
+        if labels is None and shift_labels is None:
+            return result
+        if shift_labels is not None:
+            shift_labels = shift_labels.contiguous()  # the loss views them as one row
+        options = {"num_items_in_batch": num_items_in_batch, "shift_labels": shift_labels}
+        options = {name: value for name, value in options.items() if value is not None}
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **options)
+        if not self.training:
+            result.loss = loss
+            return result
+        result.add_loss("lm", loss)
+        if outputs.balance is not None:
+            counted = labels[:, 1:] if shift_labels is None else shift_labels
+            shares = sequence_shares(counted, num_items_in_batch).to(outputs.balance)
+            result.aux_loss = (shares * outputs.balance).sum()
+            result.add_loss("balance", result.aux_loss, self.config.get_text_config().balance_loss_weight)
+        return result
