@@ -150,6 +150,37 @@ class VisionScheduleCallback(TrainerCallback):
             )
 
 
+class MtpScheduleCallback(TrainerCallback):
+    r"""Weigh V4's next-next-token loss less from the decay of the learning rate on (V4 report section 2.1: 0.3, then 0.1).
+
+    The config gets the late weight when training ends.
+
+    Args:
+        early, late (`float`, *optional*, default to 0.3 and 0.1): weights before `start` and from it on.
+        start (`int | "decay"`, *optional*, defaults to `"decay"`): as in `VisionScheduleCallback`.
+
+    Raises:
+        ValueError: at the start of training, if the model has no such loss or the step cannot be told.
+    """
+
+    def __init__(self, early: float = 0.3, late: float = 0.1, start: int | str = "decay"):
+        if start != "decay" and (isinstance(start, str) or start < 0):
+            raise ValueError(f"`start` must be a step >= 0 or 'decay', got {start!r}")
+        self.early, self.late, self.start = early, late, start
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self._config = getattr(model, "config", None) or getattr(getattr(model, "module", None), "config", None)
+        if not getattr(self._config, "has_mtp", False):
+            raise ValueError(f"{type(model).__name__} has no next-next-token loss to schedule")
+        self._step = decay_start(args, state) if self.start == "decay" else self.start
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._config.mtp_loss_weight = self.early if state.global_step < self._step else self.late
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._config.mtp_loss_weight = self.late
+
+
 def decay_start(args, state) -> int:
     """Return the first step of the decay phase of a `warmup_stable_decay` schedule."""
     decay_steps = (args.lr_scheduler_kwargs or {}).get("num_decay_steps")
