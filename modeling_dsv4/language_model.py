@@ -231,6 +231,14 @@ def _columns_read(logits_to_keep: int | torch.Tensor, columns: int) -> int:
 class Dsv4LanguageModel(Dsv4PreTrainedModel):
     """Embedding, layers, final collapse and norm; the entry files derive from it."""
 
+    # For `from_pretrained(distributed_config=...)`: whole experts on each rank, everything else sharded by layer.
+    _ep_plan = {
+        "layers.*.mlp.experts": "ep_dispatch_experts",
+        "layers.*.mlp.experts.gate_up_proj": "grouped_gemm",
+        "layers.*.mlp.experts.down_proj": "grouped_gemm",
+    }
+    _fsdp_plan = {"embed_tokens": "free_full_weight", "layers.*": "free_full_weight", "norm": "keep_full_weight"}
+
     def __init__(self, config):
         super().__init__(config)
         text = self.config.get_text_config()

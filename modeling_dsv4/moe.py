@@ -150,13 +150,14 @@ class _RoutedExperts:
         return experts
 
     def forward(
-        self, x: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor, adapt: Callable | None = None
+        self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, adapt: Callable | None = None
     ) -> torch.Tensor:
         r"""Run each token through its experts; the sum is taken in float32, experts in ascending order.
 
         Args:
             x (`torch.Tensor` of shape `[N, H]`).
-            weights (`torch.Tensor` of shape `[N, k]`, float32) and indices (`[N, k]`, int64): from the router.
+            indices (`torch.Tensor` of shape `[N, k]`, int64) and weights (`[N, k]`, float32): from the router; in the order
+                of transformers' expert parallelism. Experts that are not in the bank lie on another rank and are left out.
             adapt (callable, *optional*): expert and its two products -> the products to take instead.
 
         Returns:
@@ -164,7 +165,8 @@ class _RoutedExperts:
         """
         out = torch.zeros_like(wide(x))
         rounded, products_of = self._rounded(x), self.expert_products(x.device)
-        for expert in self.experts_in_turn(indices.unique().tolist(), x.device, x.dtype):
+        here = indices[indices < self.num_experts].unique().tolist()
+        for expert in self.experts_in_turn(here, x.device, x.dtype):
             tokens, slots = torch.where(indices == expert)
             gate_and_up, down = products_of(expert) if adapt is None else adapt(expert, products_of(expert))
             missing = max(0, min(MIN_EXPERT_ROWS, len(x)) - len(tokens))
@@ -318,5 +320,5 @@ class Dsv4SparseMoeBlock(nn.Module):
         masks = (None if t is None else t.flatten() for t in (image_mask, input_ids, token_mask))
         _, weights, indices = self.gate(flat, *masks)
         # Routed experts first, then the shared one, in one float32 sum (contract section 7).
-        out = self.experts(flat, weights, indices) + wide(self.shared_experts(flat))
+        out = self.experts(flat, indices, weights) + wide(self.shared_experts(flat))
         return out.to(x.dtype).view_as(x)

@@ -47,6 +47,9 @@ def lora_layers(model: nn.Module, config: LoraConfig | str) -> LoraConfig:
 class LoraGroupedLinear(lora.Linear):
     """Factors of the whole matrix `[O, I]`: every group reads `A` `[r, I]`, and group g has its own rows of `B` `[O, r]`."""
 
+    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
+        return module.in_features, module.out_features
+
     @property
     def lora_variants(self):
         return {(): None}
@@ -95,6 +98,9 @@ class LoraExperts(nn.Module, lora.LoraLayer):
         lora.LoraLayer.__init__(self, base_layer)
         self._active_adapter = adapter_name
         self.update_layer(adapter_name, r, lora_alpha, config)
+
+    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
+        return module.hidden_size, module.hidden_size
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
         """Add an adapter; A is random and B zero, as PEFT begins."""
