@@ -180,7 +180,7 @@ class Dsv4Linear(PackableMatrix, nn.Linear):
 class Dsv4GroupedLinear(PackableMatrix, nn.Module):
     r"""Output projection with one matrix per group of heads; its input is not rounded (contract sections 2 and 6).
 
-    No `nn.Linear`: who adapts or replaces "all linear layers" would miss the groups.
+    Not an `nn.Linear`: what adapts or replaces all linear layers knows nothing of groups.
 
     Args:
         in_features (`int`): channels of one group.

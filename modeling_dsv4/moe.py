@@ -193,9 +193,8 @@ class Dsv4Experts(_RoutedExperts, nn.Module):
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, width))
         self.num_experts, self.hidden_size, self.width, self.limit = experts, hidden, width, config.swiglu_limit
         self.quantize_activations, self.activation_block = False, 32
-        self.round_weight: Callable[[torch.Tensor], torch.Tensor] | None = (
-            None  # of one matrix; see `simulate_packing`
-        )
+        # Of one matrix; see `simulate_packing`.
+        self.round_weight: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def expert_products(self, device):
         # One unbind for all experts: its gradient is one stack, where indexing would fill a bank of zeros per expert.
