@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import resource
+import shutil
 import sys
 import time
 from dataclasses import dataclass
@@ -26,13 +27,12 @@ from transformers import AutoProcessor, TrainingArguments, set_seed
 from transformers.utils import logging
 
 import processing_dsv4  # noqa: F401  (registers the processor)
-from convert.inventory import released_tensors, shard_part
-from convert.shards import plan_shards, write_json, write_shards
+from convert.released import to_released
+from convert.shards import write_json
 from convert.small_tokenizer import small_tokenizer_files
 from convert.tiny import released_config_dict, small_config
 from examples.image_demo import positive
 from modeling_dsv4 import Dsv4QuantizationConfig, Dsv41ForConditionalGeneration
-from modeling_dsv4.fp_codecs import quantize_fp4_rows, quantize_fp8, quantize_fp8_tiles
 from modeling_dsv4.training import (
     Dsv4DataCollator,
     Dsv4Trainer,
@@ -207,41 +207,11 @@ def answers(
     return said
 
 
-def save_packed(model, folder: Path) -> None:
-    """Write the weights beside config.json and tokenizer, each in its released storage (FP8 tiles, FP4 rows, BF16)."""
-    weights = {}
-    for name, tensor in model.state_dict().items():
-        stem, _, bank = name.rpartition(".")
-        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(bank)
-        if parts is None:
-            weights[model.weight_names.to_released(name)] = tensor
-            continue
-        for expert, matrix in enumerate(tensor):
-            for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True):
-                weights[model.weight_names.to_released(f"{stem}.{expert}.{part}.weight")] = rows
-    tensors = released_tensors(model.config)
-
-    def pieces(name: str):
-        stem, _, part = name.rpartition(".")
-        shape, dtype = tensors.get(f"{stem}.weight", tensors[name])
-        weight = weights[f"{stem}.weight" if part == "scale" and f"{stem}.weight" in weights else name]
-        if dtype == torch.int8:
-            pair = quantize_fp4_rows(weight)
-        elif (
-            dtype == torch.float8_e4m3fn
-            and len(tensors[f"{stem}.scale"][0])
-            and tensors[f"{stem}.scale"][0][0] == shape[0]
-        ):
-            values, scale = quantize_fp8(weight)
-            pair = values, scale.view(torch.float8_e8m0fnu)
-        elif dtype == torch.float8_e4m3fn:
-            pair = quantize_fp8_tiles(weight)
-        else:
-            return [weight.to(tensors[name][1])]
-        return [pair[part == "scale"]]
-
-    for _ in write_shards(folder, tensors, plan_shards(tensors, part=shard_part), pieces):
-        pass
+def save_packed(model, source: Path, folder: Path) -> None:
+    """Save the float weights beside the tokenizer in `source`, and all of it in the released layout in `folder`."""
+    model.save_pretrained(source)
+    shutil.rmtree(folder, ignore_errors=True)
+    to_released(source, folder, progress=False)
 
 
 def draw(images: list[Image.Image], said: list[str], words: list[str], file: Path, columns: int = 12) -> None:
@@ -282,20 +252,22 @@ def learn(
     r"""Train, save packed into `folder`, reload, answer the held-out digits with both forms of the cache, and draw them.
 
     Args:
-        folder (`Path`): gets the checkpoint in the released layout and `digits.png`.
+        folder (`Path`): replaced by the checkpoint in the released layout, and `digits.png`.
         optimizer (`str`): "muon" or "adamw". steps, seed (`int`). progress (`bool`): show bars.
 
     Raises:
         OSError: if scikit-learn is not installed.
     """
     learned, held_out = digits()
-    config, processor = make_folder(folder)
-    model = new_model(config, processor, seed)
-    examples = [chat(processor, image, word) for image, word in learned]
-    start, used = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_utime
-    losses = train(model, processor, examples, optimizer=optimizer, steps=steps, seed=seed, progress=progress)
-    seconds, used = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_utime - used
-    save_packed(model, folder)
+    with TemporaryDirectory() as source:
+        config, processor = make_folder(Path(source))
+        model = new_model(config, processor, seed)
+        examples = [chat(processor, image, word) for image, word in learned]
+        start, used = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_utime
+        losses = train(model, processor, examples, optimizer=optimizer, steps=steps, seed=seed, progress=progress)
+        seconds, used = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_utime - used
+        save_packed(model, Path(source), folder)
+    processor = AutoProcessor.from_pretrained(folder)
     model = Dsv41ForConditionalGeneration.from_pretrained(folder, dtype="auto").eval()
     images, words = zip(*held_out, strict=True)
     accuracy = {}

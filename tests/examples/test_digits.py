@@ -13,12 +13,12 @@ from modeling_dsv4 import Dsv4QuantizationConfig, Dsv41ForConditionalGeneration
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Folder, processor, and the float model after four steps, two of them with all rounding."""
-    folder = tmp_path_factory.mktemp("digits")
-    config, processor = digits.make_folder(folder)
+    source, folder = tmp_path_factory.mktemp("float"), tmp_path_factory.mktemp("packed")
+    config, processor = digits.make_folder(source)
     model = digits.new_model(config, processor, seed=0)
     examples = [digits.chat(processor, *pair) for pair in digits.digits()[0][:16]]
     digits.train(model, processor, examples, optimizer="muon", steps=4, seed=0, progress=False)
-    digits.save_packed(model, folder)
+    digits.save_packed(model, source, folder)
     return folder, processor, model.eval()
 
 
