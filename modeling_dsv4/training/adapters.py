@@ -56,6 +56,8 @@ class LoraGroupedLinear(lora.Linear):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Map `[..., G, I]` to `[..., O]`; dtype of the base layer's result."""
+        if self.disable_adapters and self.merged:
+            self.unmerge()
         base = self.get_base_layer()
         result = base(x)
         if self.disable_adapters or self.merged:
@@ -127,6 +129,8 @@ class LoraExperts(nn.Module, lora.LoraLayer):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As the bank: `[N, H]`, weights `[N, k]` and indices `[N, k]` to `[N, H]`."""
+        if self.disable_adapters and self.merged:
+            self.unmerge()
         names = [] if self.disable_adapters or self.merged else [n for n in self.active_adapters if n in self.lora_A]
         return self.base_layer(x, *args, adapt=partial(self._adapt, names), **kwargs)
 
