@@ -40,15 +40,16 @@ def sequence_balance(
     return (frequencies * shares).sum(-1)
 
 
-def sequence_shares(labels: torch.Tensor, total: torch.Tensor | int | None, ignored: int = -100) -> torch.Tensor:
-    r"""Return which share of a batch's labels each sequence has, so that losses of sequences add up over micro-batches.
+def mean_over_labels(balance: torch.Tensor, labels: torch.Tensor, total: torch.Tensor | int | None) -> torch.Tensor:
+    r"""Return the mean balance of the sequences, each weighted by its labels, so that it adds up over micro-batches.
 
     Args:
-        labels (`torch.Tensor` of shape `[B, S]`, int64): shifted. total (*optional*): labels of the whole batch, if these
-            are a part of it. ignored (`int`): label that does not count.
+        balance (`torch.Tensor` of shape `[B, S]`): balance of the sequence (row or packed document) of each position.
+        labels (`torch.Tensor` of shape `[B, S]`, int64): label of each position, already shifted; -100 does not count.
+        total (*optional*): labels of the whole batch, if these are a part of it.
 
     Returns:
-        `torch.Tensor` of shape `[B]`, float32.
+        `torch.Tensor`, scalar.
     """
-    counts = (labels != ignored).sum(-1).float()
-    return counts / (counts.sum().clamp(min=1) if total is None else total)
+    counted = (labels != -100).to(balance)
+    return (balance * counted).sum() / (counted.sum().clamp(min=1) if total is None else total)

@@ -90,4 +90,6 @@ class OutputCapture:
         hidden = None if self.hidden_states is None else (*self.hidden_states, last_hidden_state)
         router = None if self.router_logits is None else tuple(self.router_logits)
         found = {"hidden_states": hidden, "router_logits": router, "selections": self.selections}
-        return found | {"balance": self.balance}
+        if self.balance is None:
+            return found | {"balance": None}
+        return found | {"balance": self.layout.unshift(self.balance[:, None].expand(-1, self.layout.columns))}

@@ -23,7 +23,7 @@ from transformers.utils import can_return_tuple, logging
 from transformers.utils.deprecation import deprecate_kwarg
 
 from .attention import Dsv4Attention, Dsv4Compressor, LayerContext, SharedState
-from .balance_loss import sequence_shares
+from .balance_loss import mean_over_labels
 from .cache import Dsv4Cache, check_cache
 from .capture import OutputCapture
 from .decoder import Dsv4DecoderLayer, StreamState
@@ -58,7 +58,7 @@ class Dsv4ModelOutput(MoeModelOutputWithPast):
         selections (`{layer: [B, S, index_topk] int64}`, *optional*): compressed positions, -1 = none, of every layer that
             selects.
         streams (`[B, S, N, H]`, *optional*): residual streams after the last layer, before they are collapsed.
-        balance (`[B]`, *optional*): see `sequence_balance`; summed over the layers.
+        balance (`[B, S]`, *optional*): `sequence_balance` of each position's sequence, summed over the layers.
     """
 
     selections: dict[int, torch.Tensor] | None = None
@@ -453,8 +453,7 @@ class CausalHead:
             return result
         result.add_loss("lm", loss)
         if outputs.balance is not None:
-            counted = labels[:, 1:] if shift_labels is None else shift_labels
-            shares = sequence_shares(counted, num_items_in_batch).to(outputs.balance)
-            result.aux_loss = (shares * outputs.balance).sum()
+            shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=-100) if shift_labels is None else shift_labels
+            result.aux_loss = mean_over_labels(outputs.balance, shifted.to(outputs.balance.device), num_items_in_batch)
             result.add_loss("balance", result.aux_loss, self.config.get_text_config().balance_loss_weight)
         return result

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from modeling_dsv4.balance_loss import sequence_balance, sequence_shares
+from modeling_dsv4.balance_loss import mean_over_labels, sequence_balance
 from modeling_dsv4.moe import Dsv4TopKRouter
 from tests.modeling.tiny_model import IMAGE, new_model, some_ids
 from tests.modeling.v4_models import load as load_v4
@@ -34,11 +34,13 @@ def test_a_balanced_sequence_gives_one_when_normalised():
     assert sequence_balance(logits, indices, torch.zeros(1, 4).bool()).item() == 0  # padding alone
 
 
-def test_shares_of_a_batch_add_up():
+def test_micro_batches_add_up_to_the_mean_over_labels():
     labels = torch.tensor([[1, -100, 2], [-100, -100, -100], [3, 4, 5]])
-    assert sequence_shares(labels, None).tolist() == pytest.approx([0.4, 0, 0.6])
-    parts = [sequence_shares(labels[:1], 5), sequence_shares(labels[1:], torch.tensor(5))]
-    torch.testing.assert_close(torch.cat(parts), sequence_shares(labels, None))
+    balance = torch.tensor([[2.0], [7.0], [1.0]]).expand(3, 3)
+    assert mean_over_labels(balance, labels, None).item() == pytest.approx((2 * 2 + 3 * 1) / 5)
+    parts = [mean_over_labels(balance[rows], labels[rows], 5) for rows in (slice(1), slice(1, 3))]
+    assert sum(parts).item() == pytest.approx(7 / 5)
+    assert mean_over_labels(balance, torch.full_like(labels, -100), None).item() == 0
 
 
 def tiny_v41(**settings):
@@ -111,10 +113,10 @@ def test_the_loss_is_the_sum_over_layers_of_each_sequence_and_reaches_every_rout
     for router in (m for m in model.modules() if isinstance(m, Dsv4TopKRouter)):
         router.register_forward_hook(lambda _, args, output: routed.append((output[0], output[2])))
     out = model(**batch)
-    shares = sequence_shares(batch["labels"][:, 1:], None).double()
+    counts = (batch["labels"][:, 1:] != -100).sum(-1).double()
     real = batch["attention_mask"].bool()
     by_hand = sum(sequence_balance(*(t.unflatten(0, (4, -1)) for t in pair), real) for pair in routed)
-    torch.testing.assert_close(out.aux_loss, (shares * by_hand).sum(), rtol=0, atol=1e-9)
+    torch.testing.assert_close(out.aux_loss, (counts * by_hand).sum() / counts.sum(), rtol=0, atol=1e-9)
     torch.testing.assert_close(out.loss_parts["balance"], 0.5 * out.aux_loss.detach())
     out.aux_loss.backward()
     assert all(m.weight.grad.any() for m in model.modules() if isinstance(m, Dsv4TopKRouter))
@@ -141,3 +143,23 @@ def test_with_checkpointing_it_is_the_same(router_logits):
         assert torch.equal(gradient, gradients[1][name]), name
     if router_logits:
         assert len(logits[0]) == 8 and all(torch.equal(*pair) for pair in zip(*logits, strict=True))
+
+
+@pytest.mark.parametrize("family", ["v41", "v4"])
+def test_packed_documents_are_sequences_of_their_own(family, v4_with_mtp):
+    """Every part of the loss of one row with three documents is that of the documents in rows."""
+    model = tiny_v41(balance_loss_weight=0.3) if family == "v41" else v4_with_mtp
+    documents = [some_ids(1, length, seed=length)[0] for length in (9, 14, 6)]
+    ids = torch.cat(documents)[None]
+    positions = torch.cat([torch.arange(len(document)) for document in documents])[None]
+    with torch.no_grad():
+        packed = model(ids, position_ids=positions, labels=ids).loss_parts
+        shifted = torch.cat([torch.cat([d[1:], torch.tensor([-100])]) for d in documents])[None]
+        again = model(ids, position_ids=positions, shift_labels=shifted).loss_parts
+        counts = {"lm": [len(d) - 1 for d in documents], "mtp": [len(d) - 2 for d in documents]}
+        alone = [model(d[None], labels=d[None]).loss_parts for d in documents]
+    for name, found in packed.items():
+        count = counts.get(name, counts["lm"])
+        expected = sum(n * part[name].item() for n, part in zip(count, alone, strict=True)) / sum(count)
+        assert found.item() == pytest.approx(expected, rel=1e-5), name
+        assert again[name].item() == pytest.approx(expected, rel=1e-5), name
