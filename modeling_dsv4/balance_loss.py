@@ -40,16 +40,16 @@ def sequence_balance(
     return (frequencies * shares).sum(-1)
 
 
-def mean_over_labels(balance: torch.Tensor, labels: torch.Tensor, total: torch.Tensor | int | None) -> torch.Tensor:
-    r"""Return the mean balance of the sequences, each weighted by its labels, so that it adds up over micro-batches.
+def mean_over_labels(values: torch.Tensor, labels: torch.Tensor, total: torch.Tensor | int | None) -> torch.Tensor:
+    r"""Return the mean of values of positions over those with a label, so that it adds up over micro-batches.
 
     Args:
-        balance (`torch.Tensor` of shape `[B, S]`): balance of the sequence (row or packed document) of each position.
+        values (`torch.Tensor` of shape `[B, S]`): such as the balance of each position's sequence.
         labels (`torch.Tensor` of shape `[B, S]`, int64): label of each position, already shifted; -100 does not count.
         total (*optional*): labels of the whole batch, if these are a part of it.
 
     Returns:
         `torch.Tensor`, scalar.
     """
-    counted = (labels != -100).to(balance)
-    return (balance * counted).sum() / (counted.sum().clamp(min=1) if total is None else total)
+    counted = (labels != -100).to(values)
+    return (values * counted).sum() / (counted.sum().clamp(min=1) if total is None else total)

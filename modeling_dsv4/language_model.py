@@ -59,23 +59,26 @@ class Dsv4ModelOutput(MoeModelOutputWithPast):
             selects.
         streams (`[B, S, N, H]`, *optional*): residual streams after the last layer, before they are collapsed.
         balance (`[B, S]`, *optional*): `sequence_balance` of each position's sequence, summed over the layers.
+        divergence (`[B, S]`, *optional*): `indexer_divergence` of each position, summed over the layers that select.
     """
 
     selections: dict[int, torch.Tensor] | None = None
     streams: torch.Tensor | None = None
     balance: torch.Tensor | None = None
+    divergence: torch.Tensor | None = None
 
 
 @dataclass
 class Dsv4CausalLMOutput(MoeCausalLMOutputWithPast):
     r"""Output of the language models: `loss`, `logits` `[B, S, V]` float32, and the fields of `Dsv4ModelOutput`.
 
-    In training, before their weights: `aux_loss`, the sequence-wise balance loss, and `mtp_loss` (V4), the loss of the token
-    after the next one. `loss_parts`: what each part adds to `loss`, detached.
+    In training, before their weights: `aux_loss`, the sequence-wise balance loss, `indexer_loss`, the divergence of the
+    indexers from the attention of their layers, and `mtp_loss` (V4), the loss of the token after the next one. `loss_parts`: what each part adds to `loss`, detached.
     """
 
     selections: dict[int, torch.Tensor] | None = None
     streams: torch.Tensor | None = None
+    indexer_loss: torch.Tensor | None = None
     mtp_loss: torch.Tensor | None = None
     loss_parts: dict[str, torch.Tensor] | None = None
 
@@ -267,6 +270,7 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
         output_streams: bool = False,
         logits_to_keep: int | torch.Tensor = 0,
         output_balance: bool = False,
+        output_divergence: bool = False,
         decoder_replay: str = "full",
         **kwargs,
     ) -> Dsv4ModelOutput:
@@ -281,8 +285,8 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
             inputs_embeds (`[B, S, H]`, *optional*): used instead of the embeddings of `input_ids`.
             use_cache (`bool`, *optional*): make a cache if none is given; defaults to the config, and to `False` in
                 training mode while gradients are recorded.
-            output_hidden_states, output_router_logits, output_selections, output_streams, output_balance (`bool`,
-                *optional*): see `Dsv4ModelOutput`.
+            output_hidden_states, output_router_logits, output_selections, output_streams, output_balance,
+                output_divergence (`bool`, *optional*): see `Dsv4ModelOutput`.
             logits_to_keep (`int` or index tensor, *optional*, defaults to 0): last columns whose final state will be
                 read, 0 = all; "exact" and "bounded" return zeros for the columns that they leave out.
             decoder_replay (`str`, *optional*, defaults to `"full"`): "full" runs every layer on every token; "exact" gives
@@ -301,12 +305,13 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
         wanted = output_hidden_states, output_router_logits, output_selections
         embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         layout, valid = self._layout(attention_mask, position_ids, cache, embeds)
-        everything = any(wanted) or output_streams or output_balance or layout.is_packed
-        keep = layout.columns if everything else _columns_read(logits_to_keep, layout.columns)
+        of_all = (*wanted, output_streams, output_balance, output_divergence, layout.is_packed)
+        keep = layout.columns if any(of_all) else _columns_read(logits_to_keep, layout.columns)
         check_replay(decoder_replay, keep=keep, columns=layout.columns, window=text.sliding_window)
         if cache is None and self._wants_cache(use_cache, layout):
             cache = Dsv4Cache(self.config, "packed" if text.cache_rounding else "float")
         context, rows = self._context(input_ids, layout, cache, embeds)
+        context = context._replace(trains_indexers=output_divergence)
         replay = DecoderReplay(decoder_replay, text, context, keep, cache)
         rows = {index: layout.take_tail(found, replay.layout_entering(index)) for index, found in rows.items()}
         rows = begin_reads({index: self.layers[index].engram.embedding for index in rows}, rows)
@@ -323,8 +328,12 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
         hidden = layout.unshift(layout.put_tail(hidden, replay.layout))
         if cache is not None:
             cache.advance(layout, valid, replay.window_floor)
-        streams = layout.unshift(flow.streams) if output_streams else None
-        return Dsv4ModelOutput(last_hidden_state=hidden, cache=cache, streams=streams, **capture.fields(hidden))
+        fields = capture.fields(hidden)
+        if output_streams:
+            fields["streams"] = layout.unshift(flow.streams)
+        if flow.shared.divergence is not None:
+            fields["divergence"] = layout.unshift(flow.shared.divergence)
+        return Dsv4ModelOutput(last_hidden_state=hidden, cache=cache, **fields)
 
     @property
     def _checkpoints(self) -> bool:
@@ -422,9 +431,14 @@ class CausalHead:
             return labels
         return labels.masked_fill(position_ids.to(labels.device) < ahead, -100)
 
-    def _wants_balance(self, labels, shift_labels) -> bool:
-        has_labels = labels is not None or shift_labels is not None
-        return self.training and has_labels and self.config.get_text_config().balance_loss_weight > 0
+    def _loss_inputs(self, labels, shift_labels) -> dict[str, bool]:
+        """Which outputs of the model the parts of the loss need."""
+        trains = self.training and torch.is_grad_enabled() and not (labels is None and shift_labels is None)
+        text = self.config.get_text_config()
+        return {
+            "output_balance": trains and text.balance_loss_weight > 0,
+            "output_divergence": trains and text.indexer_loss_weight > 0,
+        }
 
     def _add_head(self, outputs: Dsv4ModelOutput, labels, logits_to_keep, num_items_in_batch=None, shift_labels=None):
         """Return logits of the kept positions, the loss if there are labels, and the model's optional outputs.
@@ -452,8 +466,13 @@ class CausalHead:
             result.loss = loss
             return result
         result.add_loss("lm", loss)
+        shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=-100) if shift_labels is None else shift_labels
+        text = self.config.get_text_config()
         if outputs.balance is not None:
-            shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=-100) if shift_labels is None else shift_labels
             result.aux_loss = mean_over_labels(outputs.balance, shifted.to(outputs.balance.device), num_items_in_batch)
-            result.add_loss("balance", result.aux_loss, self.config.get_text_config().balance_loss_weight)
+            result.add_loss("balance", result.aux_loss, text.balance_loss_weight)
+        if outputs.divergence is not None:
+            of_tokens = outputs.divergence
+            result.indexer_loss = mean_over_labels(of_tokens, shifted.to(of_tokens.device), num_items_in_batch)
+            result.add_loss("indexer", result.indexer_loss, text.indexer_loss_weight)
         return result

@@ -105,8 +105,11 @@ class Dsv4ForCausalLM(CausalHead, Dsv4PreTrainedModel, Dsv4GenerationMixin):
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             logits_to_keep=logits_to_keep,
-            **(kwargs | {"return_dict": True, "output_streams": with_streams}),
-            output_balance=self._wants_balance(labels, shift_labels),
+            **(
+                kwargs
+                | {"return_dict": True, "output_streams": with_streams}
+                | self._loss_inputs(labels, shift_labels)
+            ),
         )
         result = self._add_head(outputs, next_labels, logits_to_keep, num_items_in_batch, shift_labels)
         if with_mtp:

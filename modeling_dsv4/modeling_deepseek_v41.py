@@ -233,7 +233,7 @@ class Dsv41ForCausalLM(CausalHead, Dsv4PreTrainedModel, Dsv4GenerationMixin):
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             logits_to_keep=logits_to_keep,
-            **(kwargs | {"return_dict": True, "output_balance": self._wants_balance(labels, shift_labels)}),
+            **(kwargs | {"return_dict": True} | self._loss_inputs(labels, shift_labels)),
         )
         return self._add_head(outputs, next_labels, logits_to_keep, num_items_in_batch, shift_labels)
 
@@ -287,7 +287,7 @@ class Dsv41ForConditionalGeneration(CausalHead, Dsv4PreTrainedModel, Dsv4Generat
             use_cache=use_cache,
             mm_encoder_outputs=mm_encoder_outputs,
             logits_to_keep=logits_to_keep,
-            **(kwargs | {"return_dict": True, "output_balance": self._wants_balance(labels, shift_labels)}),
+            **(kwargs | {"return_dict": True} | self._loss_inputs(labels, shift_labels)),
         )
         return self._add_head(outputs, next_labels, logits_to_keep, num_items_in_batch, shift_labels)
 
