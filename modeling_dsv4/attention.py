@@ -277,7 +277,9 @@ class Dsv4Indexer(nn.Module):
         scores = scores.masked_fill(hidden, float("-inf"))
         blocks = None
         if self.makes_candidates:
-            blocks = select_candidate_blocks(scores, visible, block_size=self.block_size, k=self.config.candidate_topk_blocks).int()
+            blocks = select_candidate_blocks(
+                scores, visible, block_size=self.block_size, k=self.config.candidate_topk_blocks
+            ).int()
         return select_topk(scores, self.topk), blocks
 
 
