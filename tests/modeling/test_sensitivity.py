@@ -62,9 +62,7 @@ def _topk_minus_one(model, patch):
 
 
 def _no_candidates(model, patch):
-    for layer in _layers(model):
-        if hasattr(layer.self_attn, "indexer"):
-            layer.self_attn.indexer.uses_candidates = False
+    patch.setattr(attention.Dsv4Indexer, "uses_candidates", False)
 
 
 def _newest_block_not_pinned(model, patch):
