@@ -160,6 +160,17 @@ class Dsv4Config(DecoderConfig):
         """Whether the checkpoint's `mtp.0` is the next-next-token layer; builds with DSpark keep a drafter there."""
         return self.num_nextn_predict_layers > 0 and not hasattr(self, "dspark_block_size")
 
+    @property
+    def draft_stages(self) -> int:
+        """Blocks of the DSpark drafter (-0731), 0 without one: the ratios beyond the backbone's."""
+        has_dspark = self.num_nextn_predict_layers > 0 and hasattr(self, "dspark_block_size")
+        return len(self.compress_ratios) - self.num_hidden_layers if has_dspark else 0
+
+    @property
+    def draft_rings(self) -> list[tuple[int, bool]]:
+        """The MTP layer keeps its window, and the streams of the last token, whose next one is not known yet."""
+        return [(self.sliding_window - 1, True), (1, False)] if self.has_mtp else super().draft_rings
+
     def check(self) -> None:
         depth = self.num_hidden_layers
         accepted = f"{depth} entries or more (further ones, of draft stages, are 0)"
@@ -173,8 +184,9 @@ class Dsv4Config(DecoderConfig):
         check_key(
             self.model_type, "index_head_dim", size, "a power of two (Hadamard rotation)", size & (size - 1) == 0
         )
-        check_key(self.model_type, "num_nextn_predict_layers", self.num_nextn_predict_layers, "0 or 1",
-                  self.num_nextn_predict_layers <= 1)  # fmt: skip
+        most = max(1, self.draft_stages)
+        check_key(self.model_type, "num_nextn_predict_layers", self.num_nextn_predict_layers, f"0 to {most}",
+                  self.num_nextn_predict_layers <= most)  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
         output = super().to_dict()
