@@ -300,12 +300,15 @@ class Dsv4DraftMixin:
         }  # fmt: skip
         if not generation_config.use_mtp:
             self._read_prompt(input_ids, generation_config, model_kwargs)
-            return super()._assisted_decoding(input_ids, **options, **model_kwargs)
+            output = super()._assisted_decoding(input_ids, **options, **model_kwargs)
+            model_kwargs["cache"].record_past = False
+            return output
         _check_call(assistant_model, streamer, synced_gpus, len(input_ids), model_kwargs)
         session = DraftSession(self, generation_config, logits_processor, generation_config._draft_scheduler)
         if self._fits_library_loop(input_ids, stopping_criteria, generation_config, model_kwargs["cache"]):
             generation_config._draft_session = session
             output = super()._assisted_decoding(input_ids, **options, **model_kwargs)
+            model_kwargs["cache"].record_past = False
             found = {} if torch.is_tensor(output) else {f.name: getattr(output, f.name) for f in fields(output)}
             sequences = found.pop("sequences", output)
         else:

@@ -45,7 +45,7 @@ def planned(model, sequences, wrong=lambda length, step: False):
     r"""Let the drafter propose the known continuation of every row, except where it shall be wrong.
 
     Args:
-        sequences (`torch.Tensor` of shape `[B, T]`): without padding on the left, what plain decoding gives.
+        sequences (list of `torch.Tensor` `[T]`, without padding): what plain decoding gives for each row.
         wrong: from the tokens a row has processed and the step of the draft to whether the draft is wrong there.
     """
     drafter = model.drafter
@@ -54,10 +54,12 @@ def planned(model, sequences, wrong=lambda length, step: False):
 
     def propose(self, tokens, cache, embed, head, choose):
         real = proposed(self, tokens, cache, embed, head, lambda step, logits: logits.argmax(-1))
-        drafts, places = [], torch.arange(len(tokens))
+        drafts = []
         for step in range(self.block_size):
-            place = (cache.lengths + 1 + step).clamp(max=sequences.shape[1] - 1)
-            target = sequences[places, place].clone()
+            places = [
+                min(n + 1 + step, len(row) - 1) for n, row in zip(cache.lengths.tolist(), sequences, strict=True)
+            ]
+            target = torch.stack([row[place] for row, place in zip(sequences, places, strict=True)])
             mistaken = torch.tensor([wrong(int(n), step) for n in cache.lengths])
             target = torch.where(mistaken, (target + 1) % vocab, target)
             drafts.append(choose(step, torch.nn.functional.one_hot(target, vocab).double() * 1e4))
