@@ -22,6 +22,8 @@ from .configuration_common import (
 RELEASED_ARCHITECTURE = "DeepseekV4ForCausalLM"
 # Ratio of the overlapping, indexed compression (CSA); larger ratios are attended densely (HCA).
 CSA_RATIO = 4
+# What the -0731 build adds for its drafter, whose stages have the backbone's experts.
+DSPARK_KEYS = ("dspark_block_size", "dspark_noise_token_id", "dspark_target_layer_ids", "dspark_markov_rank")
 LAYER_TYPE_RATES = {
     "sliding_attention": 0,
     "compressed_sparse_attention": 4,
@@ -180,6 +182,10 @@ class Dsv4Config(DecoderConfig):
         super().check()
         check_key(self.model_type, "num_hash_layers", self.num_hash_layers, f"at most {depth}",
                   self.num_hash_layers <= depth)  # fmt: skip
+        for key in DSPARK_KEYS if self.draft_stages else ():
+            check_key(
+                self.model_type, key, getattr(self, key, None), "a value, as in builds with DSpark", hasattr(self, key)
+            )
         size = self.index_head_dim
         check_key(
             self.model_type, "index_head_dim", size, "a power of two (Hadamard rotation)", size & (size - 1) == 0

@@ -200,7 +200,7 @@ def test_stopping_criteria_inside_a_block(batch):
     for number in (2, 5, 7):
         # With an end-of-sequence token, rows that ended are filled with padding in plain decoding too.
         options = {"stopping_criteria": StoppingCriteriaList([Sums(number)]), "eos_token_id": 2}
-        plain = model.generate(ids, **GREEDY, **options)
+        plain = model.generate(ids, **GREEDY | options)
         lengths.add(plain.shape[1])
         assert torch.equal(drafted(model, ids, plain, first_wrong([9, 2]), **options).sequences, plain)
     assert len(lengths) > 1
