@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 
-from transformers.utils import logging
-
 from .configuration_common import check_drafter
 from .dspark import Dsv4DSpark
 from .language_model import Dsv4PreTrainedModel
+from .layers import Dsv4Linear
 from .mtp import Dsv4Mtp
+from .quantization import Dsv4QuantizationConfig
 from .weight_names import WeightNames
-
-logger = logging.get_logger(__name__)
 
 
 class Dsv4DraftStages(Dsv4PreTrainedModel):
@@ -46,11 +44,19 @@ class LoadsDrafter:
         config = self.config_class.from_pretrained(folder)
         text, own = config.get_text_config(), self.config.get_text_config()
         check_drafter(True, text)
-        quantization = getattr(self.config, "quantization_config", None)
-        options = {} if quantization is None else {"quantization_config": quantization}
-        stages = Dsv4DraftStages.from_pretrained(folder, config=config, dtype=self.dtype, **options)
+        stages = Dsv4DraftStages.from_pretrained(folder, config=config, dtype=self.dtype, **self._quantization(config))
         own.num_nextn_predict_layers = text.num_nextn_predict_layers
         own.compress_ratios = text.compress_ratios
-        stages.mtp.config = own
+        for module in stages.mtp.modules():  # settings made on the model reach its drafter
+            if hasattr(module, "config"):
+                module.config = own
         stages.mtp.to(self.lm_head.weight.device).train(self.training)
         getattr(self.model, "language_model", self.model).mtp = stages.mtp
+
+    def _quantization(self, config) -> dict:
+        """Arguments of `from_pretrained` that load the drafter as the model was: packed or float, inputs rounded or not."""
+        if getattr(config, "quantization_config", None) is None:
+            return {}
+        linear = next(module for module in self.modules() if isinstance(module, Dsv4Linear))
+        options = Dsv4QuantizationConfig(not linear.is_packed, linear.quantize_activations)
+        return {"quantization_config": options}

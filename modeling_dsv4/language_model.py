@@ -10,6 +10,7 @@ Sources: V4.1 report section 2, V4 report section 2, contract sections 4 and spe
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -27,6 +28,7 @@ from .cache import Dsv4Cache, check_cache
 from .capture import OutputCapture
 from .decoder import Dsv4DecoderLayer, StreamState
 from .decoder_replay import DecoderReplay, check_replay
+from .draft_losses import DraftBatch, DraftLosses, DraftTraining, detached, draft_losses, sample_anchors
 from .dspark import Dsv4DSpark
 from .engram import Dsv4EngramMemory, Dsv4PackedEngramTable
 from .engram_reads import EngramStatistics, begin_reads
@@ -73,12 +75,14 @@ class Dsv4CausalLMOutput(MoeCausalLMOutputWithPast):
     r"""Output of the language models: `loss`, `logits` `[B, S, V]` float32, and the fields of `Dsv4ModelOutput`.
 
     `mtp_loss` (V4, in training): the part of the loss for the token after the next one, before its weight.
+    `draft_losses` (`DraftLosses`, while a DSpark drafter is trained): the parts of its loss, before their weights.
     """
 
     selections: dict[int, torch.Tensor] | None = None
     streams: torch.Tensor | None = None
     draft_features: torch.Tensor | None = None
     mtp_loss: torch.Tensor | None = None
+    draft_losses: DraftLosses | None = None
 
 
 class Dsv4PreTrainedModel(ReleasedCheckpointMixin, PreTrainedModel):
@@ -414,6 +418,31 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
 
 class CausalHead:
     """Logits and loss on top of a model's output, for the classes with a head."""
+
+    draft_training: DraftTraining | None = None
+
+    @contextmanager
+    def _backbone_forward(self, labels):
+        """Run the backbone as the training of a drafter wants it: yields arguments, records no gradient if it is frozen."""
+        trains_drafter = self.draft_training is not None and self.training and labels is not None
+        frozen = trains_drafter and self.draft_training.stage == "frozen"
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
+            yield {"output_draft_features": True} if trains_drafter else {}
+
+    def _add_draft_losses(self, result, input_ids, labels, attention_mask, position_ids, num_items_in_batch):
+        """Add the losses of the drafter, if it is trained, to a result; with a frozen backbone they are all its loss."""
+        settings = self.draft_training
+        if settings is None or not self.training or labels is None:
+            return result
+        if input_ids is None:
+            raise ValueError("input_ids is None while a drafter is trained; accepted: the ids of inputs_embeds.")
+        batch = DraftBatch.make(input_ids, labels, attention_mask, position_ids)
+        shared = detached(self.get_input_embeddings()), detached(self.lm_head)
+        inputs = result.draft_features, result.logits.detach(), batch, sample_anchors(batch, settings.anchors)
+        result.draft_losses = draft_losses(self.drafter, *shared, *inputs, num_items_in_batch)
+        own = result.loss if settings.stage == "joint" else 0
+        result.loss = own + settings.total(result.draft_losses)
+        return result
 
     def _put_head_on(self, model: nn.Module) -> None:
         """Finish a class: its model, the prediction head, initial weights, and the options of `generate`."""

@@ -115,23 +115,25 @@ class Dsv4ForCausalLM(LoadsDrafter, CausalHead, Dsv4PreTrainedModel, Dsv4Generat
         if with_mtp:
             self._check_mtp(input_ids, cache)
         with_streams = with_mtp or kwargs.get("output_streams", False)
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            cache=cache,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            logits_to_keep=logits_to_keep,
-            **(kwargs | {"return_dict": True, "output_streams": with_streams}),
-        )
-        result = self._add_head(outputs, next_labels, logits_to_keep, num_items_in_batch, shift_labels)
+        with self._backbone_forward(labels) as extra:
+            outputs = self.model(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                cache=cache,
+                inputs_embeds=inputs_embeds,
+                use_cache=use_cache,
+                logits_to_keep=logits_to_keep,
+                **(kwargs | extra | {"return_dict": True, "output_streams": with_streams}),
+            )
+            result = self._add_head(outputs, next_labels, logits_to_keep, num_items_in_batch, shift_labels)
         if with_mtp:
             mtp_labels = self._within_documents(labels, position_ids, ahead=2)
             inputs = outputs.streams, input_ids, attention_mask, position_ids
             result.mtp_loss = self._mtp_loss(inputs, mtp_labels, num_items_in_batch)
             result.loss = result.loss + self.config.mtp_loss_weight * result.mtp_loss
-        return result
+        given = input_ids, next_labels, attention_mask, position_ids, num_items_in_batch
+        return self._add_draft_losses(result, *given)
 
     @staticmethod
     def _check_mtp(input_ids, cache) -> None:

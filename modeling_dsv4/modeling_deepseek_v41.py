@@ -231,17 +231,20 @@ class Dsv41ForCausalLM(LoadsDrafter, CausalHead, Dsv4PreTrainedModel, Dsv4Genera
         """
         shift_labels = kwargs.pop("shift_labels", None)
         next_labels = self._within_documents(labels, position_ids)
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            cache=cache,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            logits_to_keep=logits_to_keep,
-            **(kwargs | {"return_dict": True}),
-        )
-        return self._add_head(outputs, next_labels, logits_to_keep, num_items_in_batch, shift_labels)
+        with self._backbone_forward(labels) as extra:
+            outputs = self.model(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                cache=cache,
+                inputs_embeds=inputs_embeds,
+                use_cache=use_cache,
+                logits_to_keep=logits_to_keep,
+                **(kwargs | extra | {"return_dict": True}),
+            )
+            result = self._add_head(outputs, next_labels, logits_to_keep, num_items_in_batch, shift_labels)
+        given = input_ids, next_labels, attention_mask, position_ids, num_items_in_batch
+        return self._add_draft_losses(result, *given)
 
 
 class Dsv41ForConditionalGeneration(LoadsDrafter, CausalHead, Dsv4PreTrainedModel, Dsv4GenerationMixin):
@@ -281,21 +284,24 @@ class Dsv41ForConditionalGeneration(LoadsDrafter, CausalHead, Dsv4PreTrainedMode
         r"""Run the model; images as in `Dsv41Model`, everything else as in `Dsv41ForCausalLM`."""
         shift_labels = kwargs.pop("shift_labels", None)
         next_labels = self._within_documents(labels, position_ids)
-        outputs = self.model(
-            input_ids=input_ids,
-            pixel_values=pixel_values,
-            image_grid_hw=image_grid_hw,
-            image_unshuffle_index=image_unshuffle_index,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            cache=cache,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            mm_encoder_outputs=mm_encoder_outputs,
-            logits_to_keep=logits_to_keep,
-            **(kwargs | {"return_dict": True}),
-        )
-        return self._add_head(outputs, next_labels, logits_to_keep, num_items_in_batch, shift_labels)
+        with self._backbone_forward(labels) as extra:
+            outputs = self.model(
+                input_ids=input_ids,
+                pixel_values=pixel_values,
+                image_grid_hw=image_grid_hw,
+                image_unshuffle_index=image_unshuffle_index,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                cache=cache,
+                inputs_embeds=inputs_embeds,
+                use_cache=use_cache,
+                logits_to_keep=logits_to_keep,
+                mm_encoder_outputs=mm_encoder_outputs,
+                **(kwargs | extra | {"return_dict": True}),
+            )
+            result = self._add_head(outputs, next_labels, logits_to_keep, num_items_in_batch, shift_labels)
+        given = input_ids, next_labels, attention_mask, position_ids, num_items_in_batch
+        return self._add_draft_losses(result, *given)
 
 
 register_models(Dsv41TextModel, Dsv41Model, Dsv41ForCausalLM, Dsv41ForConditionalGeneration)

@@ -1,5 +1,6 @@
 """Training of DeepSeek-V4 / V4.1: the optimizer, its routing, the Trainer and its callbacks (installed only)."""
 
+from ..draft_losses import DraftTraining
 from .callbacks import QatScheduleCallback, RouterBiasCallback, VisionScheduleCallback
 from .data_collator import Dsv4DataCollator
 from .newton_schulz import HYBRID_COEFFICIENTS, newton_schulz
@@ -10,6 +11,7 @@ from .trainer import Dsv4OptimizerFactory, Dsv4Trainer
 
 __all__ = [
     "HYBRID_COEFFICIENTS",
+    "DraftTraining",
     "Dsv4DataCollator",
     "Dsv4Optimizer",
     "Dsv4OptimizerFactory",

@@ -6,8 +6,15 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from modeling_dsv4 import Dsv4Cache, Dsv4QuantizationConfig, Dsv41Config, Dsv41ForCausalLM
+from modeling_dsv4 import (
+    Dsv4Cache,
+    Dsv4QuantizationConfig,
+    Dsv41Config,
+    Dsv41ForCausalLM,
+    Dsv41ForConditionalGeneration,
+)
 from modeling_dsv4.drafter_loading import Dsv4DraftStages
 from modeling_dsv4.quantization import pack_modules
 from tests import golden_cases as golden
@@ -16,6 +23,7 @@ from tests.modeling.draft_models import drafting_model, golden_drafter
 from tests.modeling.test_weight_names import DTYPES, INVENTORY, expand
 from tests.modeling.tiny_model import oracle_weights, some_ids
 from tests.reference import drafter, text_model
+from tests.released_folders import same_bytes, small_folder, stored_tensors
 
 BOUND = 1e-4  # of the goldens; producers agree to 6e-6
 ORACLE = 2e-6
@@ -206,3 +214,54 @@ def test_released_drafter_has_exactly_the_inventory():
     assert {n for n in packed if found[n] != expected[n]} == set()
     print(f"DSpark: {count:,} parameters")
     assert count == INVENTORY["summary"]["params_by_group"]["dspark"]
+
+
+def drafter_on_request(model):
+    drafter = model.drafter
+    return drafter is not None and len(drafter) == 3 and model.config.get_text_config().num_nextn_predict_layers == 3
+
+
+@pytest.mark.parametrize("model_class", [Dsv41ForCausalLM, Dsv41ForConditionalGeneration])
+def test_a_packed_folder_with_its_drafter_is_saved_as_it_was(model_class, tmp_path):
+    model = model_class.from_pretrained(golden.CHECKPOINT_V41, dtype="auto", use_mtp=True)
+    assert drafter_on_request(model) and model.generation_config.use_mtp is False
+    model.save_pretrained(tmp_path)
+    before, after = stored_tensors(golden.CHECKPOINT_V41), stored_tensors(tmp_path)
+    drafts = {name for name in before if name.startswith("mtp.")}
+    assert len(drafts) == 169 and drafts == {name for name in after if name.startswith("mtp.")}
+    assert all(same_bytes(before[name], after[name]) for name in drafts)
+    assert drafter_on_request(model_class.from_pretrained(tmp_path, dtype="auto", use_mtp=True))
+    assert model_class.from_pretrained(tmp_path, dtype="auto").drafter is None
+
+
+def test_auto_classes_load_the_drafter():
+    model = AutoModelForCausalLM.from_pretrained(golden.CHECKPOINT_V41, dtype="auto", use_mtp=True)
+    assert drafter_on_request(model)
+
+
+@torch.no_grad()
+def test_the_first_drafted_call_loads_the_drafter():
+    options = Dsv4QuantizationConfig(dequantize=True)
+    model = Dsv41ForCausalLM.from_pretrained(golden.CHECKPOINT_V41, dtype=torch.float32, quantization_config=options)
+    assert model.drafter is None and not model.config.text_config.num_nextn_predict_layers
+    ids = some_ids(1, 9)
+    model.eval().generate(ids, max_new_tokens=2, use_mtp=True, eos_token_id=None)
+    assert drafter_on_request(model)
+    got, expected = draft_after(model, ids), draft_after(golden_drafter(), ids)
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+def test_a_checkpoint_without_a_drafter_is_refused(tmp_path):
+    folder = small_folder()
+    del folder["mtp.2.norm.weight"]
+    with pytest.raises(ValueError, match="missing .*mtp.2.norm.weight"):
+        Dsv41ForCausalLM.from_pretrained(folder.write(tmp_path / "broken"), dtype="auto", use_mtp=True)
+    model = Dsv41ForCausalLM.from_pretrained(tmp_path / "broken", dtype="auto")
+    model.save_pretrained(tmp_path / "without")
+    with pytest.raises(
+        ValueError, match=r"checkpoint has no drafter \(num_nextn_predict_layers is 0\); accepted: False"
+    ):
+        Dsv41ForCausalLM.from_pretrained(tmp_path / "without", dtype="auto", use_mtp=True)
+    model = Dsv41ForCausalLM.from_pretrained(tmp_path / "without", dtype="auto")
+    with pytest.raises(ValueError, match="has no drafter"):
+        model.generate(some_ids(1, 4), use_mtp=True)
