@@ -191,7 +191,7 @@ class Dsv4Config(DecoderConfig):
             self.model_type, "index_head_dim", size, "a power of two (Hadamard rotation)", size & (size - 1) == 0
         )
         most = max(1, self.draft_stages)
-        check_key(self.model_type, "num_nextn_predict_layers", self.num_nextn_predict_layers, f"0 to {most}",
+        check_key(self.model_type, "num_nextn_predict_layers", self.num_nextn_predict_layers, f"{'0 or' if most == 1 else '0 to'} {most}",
                   self.num_nextn_predict_layers <= most)  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:

@@ -73,9 +73,13 @@ class DraftSession:
             return drafts[-1]
 
         block = self.model.draft(torch.stack([row[-1] for row in rows]), cache, choose)
-        # The last token of a text need not be drafted: a step yields one token beyond the drafts.
+        # The last token of a text need not be drafted: a step yields one token beyond the drafts. Bounded replay skips
+        # nothing of a verification that is no longer than a window.
+        most = block.tokens.shape[1]
+        if self.config.decoder_replay == "bounded":
+            most = min(most, self.model.config.get_text_config().sliding_window - 1)
         limits = [
-            min(block.tokens.shape[1], self.config.max_length - len(row) - 1) if wanted else -1
+            min(most, self.config.max_length - len(row) - 1) if wanted else -1
             for row, wanted in zip(rows, active, strict=True)
         ]
         lengths = self.scheduler.choose(block.confidence, limits)

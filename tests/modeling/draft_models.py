@@ -5,10 +5,10 @@ from functools import cache
 
 import torch
 
-from modeling_dsv4 import Dsv4QuantizationConfig, Dsv41ForCausalLM
+from modeling_dsv4 import Dsv4QuantizationConfig, Dsv41ForCausalLM, Dsv41ForConditionalGeneration
 from modeling_dsv4.dspark import DraftBlock
 from tests import golden_cases as golden
-from tests.modeling import tiny_model
+from tests.modeling import image_models, tiny_model
 
 DRAFTER = {
     "num_nextn_predict_layers": 2, "dspark_block_size": 5, "dspark_noise_token_id": 9, "dspark_target_layer_ids": [5, 7],
@@ -38,6 +38,22 @@ def drafting_model(block=5, dtype=torch.float64, seed=0):
                 parameter.normal_(std=parameter.shape[-1] ** -0.5)
     model.load_state_dict(backbone.state_dict(), strict=False)
     return model.to(dtype)
+
+
+@cache
+def drafting_image_model():
+    """A small image model with a drafter, float64, no rounding; shared, not to be changed."""
+    config = image_models.tiny_config()
+    text = config.text_config
+    for key, value in (DRAFTER | {"dspark_target_layer_ids": [1, 3], "dspark_noise_token_id": 5}).items():
+        setattr(text, key, value)
+    torch.manual_seed(0)
+    model = Dsv41ForConditionalGeneration(config, use_mtp=True).double()
+    model.config.text_config.cache_rounding = False
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return model.eval()
 
 
 @contextmanager

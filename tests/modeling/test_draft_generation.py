@@ -23,7 +23,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from modeling_dsv4 import DSparkScheduler, Dsv4Cache
 from modeling_dsv4.generation_dsv4 import REPLAY_MODES
-from tests.modeling.draft_models import drafting_model, planned
+from tests.modeling.draft_models import drafting_image_model, drafting_model, planned
+from tests.modeling.image_models import batch_left, image_inputs, prompt
 from tests.modeling.tiny_model import PAD, new_model, some_ids
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": PAD, "eos_token_id": None}
@@ -243,11 +244,11 @@ def test_a_returned_cache_is_continued(batch):
     model, ids = drafting_model(), some_ids(batch, 11, seed=8)
     plain = model.generate(ids, **GREEDY)
     first = drafted(model, ids, plain, first_wrong([1, 9]), max_new_tokens=6)
-    again = drafted(model, first.sequences, plain, first_wrong([9]), max_new_tokens=6, past_key_values=first.cache)
+    again = drafted(model, first.sequences, plain, first_wrong([9]), max_new_tokens=6, cache=first.cache)
     assert torch.equal(again.sequences, plain)
     turn = torch.cat([plain, some_ids(batch, 6, seed=5)], 1)
     fresh = model.generate(turn, **GREEDY)
-    assert torch.equal(drafted(model, turn, fresh, first_wrong([9]), past_key_values=again.cache).sequences, fresh)
+    assert torch.equal(drafted(model, turn, fresh, first_wrong([9]), cache=again.cache).sequences, fresh)
 
 
 @pytest.mark.parametrize("options", [{"prompt_lookup_num_tokens": 3}, {"assistant": True}])
@@ -267,7 +268,7 @@ def test_other_assistants_continue_a_cache_and_read_chunks(options, chunk):
     assert chunk is None or lengths[:2] == [4, 4]
     turn = torch.cat([first.sequences, some_ids(1, 3, seed=2)], 1)
     again = model.generate(
-        turn, **GREEDY, **options, past_key_values=first.cache, prefill_chunk_size=chunk, return_dict_in_generate=True
+        turn, **GREEDY, **options, cache=first.cache, prefill_chunk_size=chunk, return_dict_in_generate=True
     )
     assert torch.equal(first.sequences, plain[:, :17])
     fresh = model.generate(turn, **GREEDY, return_dict_in_generate=True)
@@ -289,6 +290,40 @@ def test_left_padded_rows_equal_their_runs_alone():
         assert torch.equal(got[17 - len(row) :], model.generate(row[None], **GREEDY, use_mtp=True)[0])
 
 
+@pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 5}])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_images(batch, options):
+    """Drafts behind image spans, in one piece and in chunks that cut them; then a second turn with another image."""
+    model = drafting_image_model()
+    rows = [image_inputs(model, 3, (4, 5), 2, seed=1), {"input_ids": prompt(model, 6, seed=2)}][:batch]
+    inputs = batch_left(rows)
+    plain = model.generate(**inputs, **GREEDY, **options, return_dict_in_generate=True)
+    out = drafted(model, inputs.pop("input_ids"), plain.sequences, first_wrong([2, 9]), **inputs, **options)
+    assert torch.equal(out.sequences, plain.sequences) and out.draft_report.accepted > 0
+    assert_same_cache(model, out.cache, plain.cache)
+    if batch == 1:
+        turn = image_inputs(model, 2, (2, 3), 2, seed=5)
+        merged = torch.cat([rows[0]["pixel_values"], turn["pixel_values"]])
+        grids = torch.cat([rows[0]["image_grid_hw"], turn["image_grid_hw"]])
+        ids = torch.cat([plain.sequences, turn["input_ids"]], 1)
+        images = {"pixel_values": merged, "image_grid_hw": grids}
+        fresh = model.generate(ids, **images, **GREEDY)
+        again = drafted(model, ids, fresh, first_wrong([9, 1]), **images, cache=out.cache, **options)
+        assert torch.equal(again.sequences, fresh)
+
+
+def test_two_caches_decoded_in_turn():
+    """Ring and n-gram history are the cache's, not the model's."""
+    model, prompts = drafting_model(), [some_ids(1, n, seed=n) for n in (7, 12)]
+    plain = [model.generate(ids, **GREEDY) for ids in prompts]
+    caches, ids = [Dsv4Cache(model.config), Dsv4Cache(model.config)], list(prompts)
+    for _ in range(4):
+        for i, past in enumerate(caches):
+            out = drafted(model, ids[i], plain[i], first_wrong([9, 1]), max_new_tokens=3, cache=past)
+            ids[i] = out.sequences
+    assert all(torch.equal(a, b) for a, b in zip(ids, plain, strict=True))
+
+
 def test_prompt_embeddings():
     model, ids = drafting_model(), some_ids(2, 9, seed=8)
     plain = model.generate(ids, **GREEDY)
@@ -302,7 +337,7 @@ def test_a_cache_of_fixed_capacity_needs_room_for_one_block():
     model, ids = drafting_model(), some_ids(2, 9, seed=8)
     plain = model.generate(ids, **GREEDY)
     cache = Dsv4Cache(model.config, max_length=9 + 12 + 5)
-    out = drafted(model, ids, plain, lambda n, s: (n + s) % 3 == 0, past_key_values=cache)
+    out = drafted(model, ids, plain, lambda n, s: (n + s) % 3 == 0, cache=cache)
     assert torch.equal(out.sequences, plain)
 
 
