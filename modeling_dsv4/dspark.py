@@ -202,7 +202,10 @@ class Dsv4DSpark(nn.ModuleList):
         """
         window, lengths = self.config.sliding_window, cache.lengths.to(tokens.device)
         positions = lengths[:, None] - window + torch.arange(window, device=tokens.device)
-        states = self.run_block(embed(self.block_ids(tokens)), lengths, cache.draft[0].last(window), positions >= 0)
+        # Bounded replay leaves nothing before its floor.
+        first = 0 if cache.window_floor is None else cache.window_floor[:, None].to(tokens.device)
+        entries = cache.draft[0].last(window)
+        states = self.run_block(embed(self.block_ids(tokens)), lengths, entries, positions >= first)
         base = head(self[-1].norm(states))
         previous, drafted = [tokens], []
         for step in range(self.block_size):

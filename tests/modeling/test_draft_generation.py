@@ -22,7 +22,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from modeling_dsv4 import DSparkScheduler, Dsv4Cache
-from modeling_dsv4.generation_dsv4 import REPLAY_MODES
+from modeling_dsv4.decoder_replay import REPLAY_MODES
 from tests.modeling.draft_models import drafting_image_model, drafting_model, planned
 from tests.modeling.image_models import batch_left, image_inputs, prompt
 from tests.modeling.tiny_model import PAD, new_model, some_ids
@@ -86,6 +86,13 @@ def check_cell(block, batch, kv_format, replay, length, wrong, seed, **options):
 def test_tokens_and_cache_equal_plain_decoding(block, batch, kv_format):
     report = check_cell(block, batch, kv_format, "exact", 12, first_wrong([0, 3, 9, 1, 9]), seed=3)
     assert report.accepted > 0 and report.steps < 13
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_bounded_replay(batch):
+    """Prompts longer than the window, whose decoder windows begin late; a block that is as long as the window."""
+    report = check_cell(9, batch, "packed", "bounded", 21, first_wrong([9, 3, 0]), seed=4)
+    assert report.accepted > 0 and len(report.verified) <= 7
 
 
 @pytest.mark.slow
