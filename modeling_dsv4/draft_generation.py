@@ -68,9 +68,10 @@ class DraftSession:
 
         def choose(step: int, logits: torch.Tensor) -> torch.Tensor:
             so_far = [torch.cat([row, *(d[i : i + 1] for d in drafts)]) for i, row in enumerate(rows)]
-            scores.append(process_rows(self.processor, so_far, logits.float(), active, self.pad))
+            here = logits.to(device=rows[0].device, dtype=torch.float32)
+            scores.append(process_rows(self.processor, so_far, here, active, self.pad))
             drafts.append(draw(scores[-1], self.config.do_sample))
-            return drafts[-1]
+            return drafts[-1].to(logits.device)
 
         block = self.model.draft(torch.stack([row[-1] for row in rows]), cache, choose)
         # The last token of a text need not be drafted: a step yields one token beyond the drafts. Bounded replay skips
@@ -83,7 +84,7 @@ class DraftSession:
             for row, wanted in zip(rows, active, strict=True)
         ]
         lengths = self.scheduler.choose(block.confidence, limits)
-        return lengths, block.tokens, torch.stack(scores, dim=1), block.confidence
+        return lengths, torch.stack(drafts, dim=1), torch.stack(scores, dim=1), block.confidence
 
 
 class DraftCandidates(CandidateGenerator):
@@ -141,8 +142,9 @@ class DraftedRows:
         """Continue `input_ids` `[B, S]` and return the sequences; the cache in `model_kwargs` is extended."""
         model, config, cache = self.session.model, self.session.config, model_kwargs["cache"]
         outputs = model._prefill(input_ids, config, model_kwargs)
-        base = cache.column_mask
-        self.base = torch.ones(len(input_ids), cache.columns, dtype=torch.bool) if base is None else base
+        self.base = cache.column_mask
+        if self.base is None:
+            self.base = torch.ones(len(input_ids), cache.columns, dtype=torch.bool, device=cache.lengths.device)
         self.options = {"decoder_replay": config.decoder_replay, "use_cache": True, "return_dict": True}
         self.rows, self.active = list(input_ids), [True] * len(input_ids)
         self.new = [0] * len(input_ids)
@@ -195,9 +197,11 @@ class DraftedRows:
         seen = mask.new_ones(len(fed), cache.columns) if seen is None else seen.to(mask.device)
         mask = torch.cat([seen, mask], dim=1)
         mask = None if bool(mask.all()) else mask.long()
+        device = self.session.model.device
+        mask = None if mask is None else mask.to(device)
         outputs = self.session.model(
-            block, attention_mask=mask, cache=cache, logits_to_keep=longest, **self.options
-        )  # fmt: skip
+            block.to(device), attention_mask=mask, cache=cache, logits_to_keep=longest, **self.options
+        )
         return outputs.logits.to(dtype=torch.float32, device=block.device)
 
     def _processed(self, logits: torch.Tensor, fed: list[torch.Tensor]) -> torch.Tensor:
@@ -226,9 +230,9 @@ class DraftedRows:
 
     def _align(self, cache) -> None:
         """Put the new tokens of each row right behind the prompt's columns, as plain decoding has them."""
-        held = cache.lengths.cpu() - self.base.sum(-1).cpu()
-        new = torch.arange(int(held.max())) < held[:, None]
-        cache.align_columns(torch.cat([self.base, new.to(self.base.device)], dim=1))
+        held = cache.lengths.to(self.base.device) - self.base.sum(-1)
+        new = torch.arange(int(held.max()), device=held.device) < held[:, None]
+        cache.align_columns(torch.cat([self.base, new], dim=1))
 
     def _complete(self, cache) -> None:
         """Feed what plain decoding has fed: of rows that ended early, their last token and the padding after it."""
@@ -275,7 +279,9 @@ class Dsv4DraftMixin:
                 "was loaded."
             )
         with torch.no_grad():
-            return self.drafter.propose(tokens, cache, self.get_input_embeddings(), self.lm_head, choose)
+            return self.drafter.propose(
+                tokens.to(cache.lengths.device), cache, self.get_input_embeddings(), self.lm_head, choose
+            )
 
     def _get_candidate_generator(self, generation_config, **kwargs):
         session = getattr(generation_config, "_draft_session", None)

@@ -98,6 +98,8 @@ def test_packed_documents_equal_separate_ones():
     features, logits = (torch.cat([o[key] for o in outs], 1) for key in ("draft_features", "logits"))
     positions, labels = torch.cat([torch.arange(11), torch.arange(9)])[None], ids.clone()
     labels[0, 11] = -100  # the first token of a document has no label, as the collator says
+    whole = model(ids, position_ids=positions, output_draft_features=True, use_cache=False)
+    torch.testing.assert_close(whole.draft_features, features, atol=1e-9, rtol=0)
     packed = losses_of(
         model, ids, labels, torch.cat([anchors[0], anchors[1] + 11], 1), features, logits, positions, items=18
     )
