@@ -16,6 +16,7 @@ $(VENV)/.ready: constraints.txt setup.py
 
 demo: $(VENV)/.ready
 	HF_HUB_OFFLINE=1 $(BIN)/python -m examples.demo $(CKPT)
+	$(if $(CKPT),,HF_HUB_OFFLINE=1 $(BIN)/python -m examples.digits)
 
 test: $(VENV)/.ready
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --quiet

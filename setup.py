@@ -38,5 +38,5 @@ setup(
         "numpy",
         "tqdm",
     ],
-    extras_require={"test": TEST},
+    extras_require={"test": TEST, "plots": ["matplotlib"]},
 )

@@ -196,35 +196,42 @@ def released_config_dict(config: Dsv41Config) -> dict:
 # ---- configuration ---------------------------------------------------------------------------------------------------
 
 
-def _small_v41(tokenizer_files: dict[str, str], *, real: bool) -> Callable[[int, int], Dsv41Config]:
-    """A function from width and number of experts to the small configuration for a tokenizer."""
+def small_config(tokenizer_files: dict[str, str], text: dict, vision: dict, *, real: bool = False) -> Dsv41Config:
+    r"""Return a V4.1 configuration in the released form, its vocabulary and Engram sizes those of a tokenizer.
+
+    Args:
+        tokenizer_files (`dict[str, str]`): with `tokenizer.json`.
+        text, vision (`dict`): keys of the two parts, as `SMALL_TEXT` and `SMALL_VISION`.
+        real (`bool`, *optional*, defaults to `False`): whether it is the released tokenizer or the small one.
+    """
     from tokenizers import Tokenizer
 
     token_map = build_token_map(Tokenizer.from_str(tokenizer_files["tokenizer.json"]))
-    if real:
-        vocabulary = {"vocab_size": len(token_map), "dspark_noise_token_id": 128799}
-        image_token_id = 129264
-    else:
-        vocabulary = {"vocab_size": VOCAB_SIZE, "dspark_noise_token_id": SYSTEM_ID}
-        image_token_id = IMAGE_ID
-    text = SMALL_TEXT | vocabulary | {"engram_compressed_vocab_size": int(token_map.max()) + 1}
+    vocabulary = {"vocab_size": len(token_map) if real else VOCAB_SIZE}
+    vocabulary |= {"dspark_noise_token_id": 128799 if real else SYSTEM_ID}
+    text = text | vocabulary | {"engram_compressed_vocab_size": int(token_map.max()) + 1}
     rows = Dsv41TextConfig(**text, engram_num_embeddings=[1] * len(text["engram_layer_ids"]))
     text["engram_num_embeddings"] = [sum(map(sum, sizes)) for sizes in engram_primes(rows)]
+    return Dsv41Config(
+        architectures=[RELEASED_ARCHITECTURE],
+        dtype="bfloat16",
+        transformers_version=RELEASED_VERSION,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+        image_token_id=129264 if real else IMAGE_ID,
+        quantization_config=dict(RELEASED_QUANTIZATION["deepseek_v41"]),
+        text_config=text,
+        vision_config=dict(vision),
+    )
+
+
+def _small_v41(tokenizer_files: dict[str, str], *, real: bool) -> Callable[[int, int], Dsv41Config]:
+    """A function from width and number of experts to the small configuration for a tokenizer."""
 
     def with_experts(width: int, experts: int) -> Dsv41Config:
         changed = {"hidden_size": width, "moe_intermediate_size": width // 2, "n_routed_experts": experts}
-        return Dsv41Config(
-            architectures=[RELEASED_ARCHITECTURE],
-            dtype="bfloat16",
-            transformers_version=RELEASED_VERSION,
-            bos_token_id=0,
-            eos_token_id=1,
-            pad_token_id=2,
-            image_token_id=image_token_id,
-            quantization_config=dict(RELEASED_QUANTIZATION["deepseek_v41"]),
-            text_config=text | changed,
-            vision_config=dict(SMALL_VISION),
-        )
+        return small_config(tokenizer_files, SMALL_TEXT | changed, SMALL_VISION, real=real)
 
     return with_experts
 

@@ -45,7 +45,7 @@ class SharedState(NamedTuple):
     r"""What layers hand on: entries and index keys of the latest source, the latest selection, the candidate pool.
 
     selection `[B, S, K]` int32: entries of each query, ascending, -1 = none. candidates `[B, S, blocks]` int32.
-    divergence `[B]` or `None`: of the indexers so far, summed over layers and tokens (`indexer_divergence`).
+    divergence `[B, S]` or `None`: of the indexers so far, summed over layers (`indexer_divergence`).
     """
 
     entries: EntryView | None = None
@@ -56,8 +56,10 @@ class SharedState(NamedTuple):
 
     def tail(self, layout: SequenceLayout, tail: SequenceLayout) -> SharedState:
         """What the queries of `tail` need of this, when it was made for those of `layout`."""
-        chosen = (None if t is None else layout.take_tail(t, tail) for t in (self.selection, self.candidates))
-        return SharedState(self.entries, self.index_keys, *chosen, self.divergence)
+        of_tokens = self.selection, self.candidates, self.divergence
+        return SharedState(
+            self.entries, self.index_keys, *(None if t is None else layout.take_tail(t, tail) for t in of_tokens)
+        )
 
 
 class LayerContext(NamedTuple):
@@ -174,10 +176,7 @@ class Dsv4Indexer(nn.Module):
         super().__init__()
         self.heads, self.head_dim, self.topk = config.index_n_heads, config.index_head_dim, config.index_topk
         self.ratio = config.ratio(layer_idx)
-        if self.has_pool(config, layer_idx):
-            self.block_size, self.blocks_kept = config.candidate_block_size, config.candidate_topk_blocks
-        self.makes_candidates = config.makes_candidates(layer_idx)
-        self.uses_candidates = config.uses_candidates(layer_idx)
+        self.config, self.layer_idx = config, layer_idx
         self.rotates = config.pools_index_keys
         self.q_b_proj = Dsv4Linear(config.q_lora_rank, self.heads * self.head_dim)
         self.weights_proj = Dsv4PlainLinear(config.hidden_size, self.heads)
@@ -187,10 +186,18 @@ class Dsv4Indexer(nn.Module):
             self.k_proj = Dsv4PlainLinear(config.head_dim, self.head_dim)
             self.k_norm = Dsv4RMSNorm(self.head_dim, config.rms_norm_eps)
 
-    @staticmethod
-    def has_pool(config, layer_idx: int) -> bool:
-        """Whether the layer makes or uses a candidate pool."""
-        return config.makes_candidates(layer_idx) or config.uses_candidates(layer_idx)
+    # Read when asked: training may lift the restriction for its first part.
+    @property
+    def makes_candidates(self) -> bool:
+        return self.config.makes_candidates(self.layer_idx)
+
+    @property
+    def block_size(self) -> int:
+        return self.config.candidate_block_size
+
+    @property
+    def uses_candidates(self) -> bool:
+        return self.config.uses_candidates(self.layer_idx)
 
     def make_keys(self, x: torch.Tensor, new: NewEntries, context: LayerContext, cache: Dsv4CacheLayer | None):
         """Return index keys of the new entries `[B, M, Di]`, neither rotated by position nor rounded."""
@@ -270,7 +277,9 @@ class Dsv4Indexer(nn.Module):
         scores = scores.masked_fill(hidden, float("-inf"))
         blocks = None
         if self.makes_candidates:
-            blocks = select_candidate_blocks(scores, visible, block_size=self.block_size, k=self.blocks_kept).int()
+            blocks = select_candidate_blocks(
+                scores, visible, block_size=self.block_size, k=self.config.candidate_topk_blocks
+            ).int()
         return select_topk(scores, self.topk), blocks
 
 
@@ -387,7 +396,7 @@ class Dsv4Attention(nn.Module):
     def _attend(self, queries, window, state: SharedState, layout: SequenceLayout, index=None):
         """Attend tile by tile: no S x T scores and no S x K entries exist at once.
 
-        Returns the output and, where `index` holds the queries and weights of an indexer, its divergence `[B]`.
+        Returns the output and, where `index` holds the queries and weights of an indexer, its divergence `[B, S]`.
         """
         length, held = queries.shape[1], window.shape[1] - queries.shape[1]
         entries = state.entries if self.mode != "window" else None
@@ -418,9 +427,8 @@ class Dsv4Attention(nn.Module):
                     mass = attention_mass(*args, picked, mask, self.sinks, scale=self.scale)
                 keys = state.index_keys.read() if selection is None else state.index_keys.gather(selection[:, tile])
                 scores = index_scores(index[0][:, tile], keys, index[1][:, tile])
-                divergence = indexer_divergence(scores, mass, mask)
-                divergences.append(divergence.masked_fill(~layout.real[:, tile], 0.0).sum(-1))
-        return torch.cat(outputs, dim=1), sum(divergences) if divergences else None
+                divergences.append(indexer_divergence(scores, mass, mask))
+        return torch.cat(outputs, dim=1), torch.cat(divergences, dim=1) if divergences else None
 
     def _window_mask(self, tile: slice, slots: slice, held: int, layout: SequenceLayout) -> torch.Tensor:
         """`[B, T, W]` bool: a query sees itself and the `window - 1` tokens before it, as far as they are there."""

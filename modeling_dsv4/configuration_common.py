@@ -67,6 +67,7 @@ def list_of(low: int, count: int | None = None):
 BOOL = (lambda v: isinstance(v, bool)), "true or false"
 POSITIVE = int_from(1)
 COUNT = int_from(0)
+WEIGHT = (lambda v: is_number(v) and v >= 0), "a number >= 0"
 TOKEN_ID = optional((lambda v: is_int(v) and v >= 0, "a token id >= 0"))
 TOKEN_IDS = optional((lambda v: TOKEN_ID[0](v) or (isinstance(v, list) and all(is_int(x) for x in v)), "token ids"))
 DIGEST = (lambda v: isinstance(v, str) and re.fullmatch("[0-9a-f]{64}", v) is not None), "64 hexadecimal digits"
@@ -267,6 +268,9 @@ class DecoderConfig(ReleasedConfig):
         "gate_temp": number_above(0),
         "cache_rounding": BOOL,
         "output_router_logits": BOOL,
+        "balance_loss_weight": WEIGHT,
+        "indexer_loss_weight": WEIGHT,
+        "balance_loss_normalized": BOOL,
     }
 
     def __post_init__(self, **kwargs):

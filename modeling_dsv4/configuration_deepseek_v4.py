@@ -36,7 +36,8 @@ class Dsv4Config(DecoderConfig):
 
     Args (beyond the released keys):
         mtp_loss_weight (`float`, defaults to 0.3): weight of the next-next-token loss in training (V4 report 2.1).
-        gate_temp, cache_rounding, output_router_logits: as in `Dsv41TextConfig`.
+        gate_temp, cache_rounding, output_router_logits, balance_loss_weight, balance_loss_normalized,
+        indexer_loss_weight: as in `Dsv41TextConfig`.
         layer_types, compress_rates: transformers' form of `compress_ratios`, read when that is absent.
         mlp_layer_types: transformers' form of `num_hash_layers`, which it replaces.
     """
@@ -97,10 +98,14 @@ class Dsv4Config(DecoderConfig):
     gate_temp: float = 1.0
     cache_rounding: bool = True
     output_router_logits: bool = False
+    balance_loss_weight: float = 0.0
+    indexer_loss_weight: float = 0.0
+    balance_loss_normalized: bool = False
     mtp_loss_weight: float = 0.3
 
     WRITTEN_IF_CHANGED = (
-        "pad_token_id", "expert_dtype", "gate_temp", "cache_rounding", "output_router_logits", "mtp_loss_weight",
+        "pad_token_id", "expert_dtype", "gate_temp", "cache_rounding", "output_router_logits",
+        "balance_loss_weight", "indexer_loss_weight", "balance_loss_normalized", "mtp_loss_weight",
     )  # fmt: skip
 
     RULES = DecoderConfig.RULES | {

@@ -42,6 +42,11 @@ class Dsv41TextConfig(DecoderConfig):
         cache_rounding (`bool`, defaults to `True`): round window, compressed and index values as the release does
             (contract section 2). `False` keeps them in the model's dtype: comparisons, and warm-up of QAT.
         output_router_logits (`bool`, defaults to `False`): return router logits from every forward.
+        balance_loss_weight (`float`, defaults to 0.0): weight of the sequence-wise balance loss in training; the V4 report
+            (section 2.1) trains with 1e-4.
+        indexer_loss_weight (`float`, defaults to 0.0): weight of the divergence of the indexers from the attention of their
+            layers in training, from which alone indexers learn (design, training).
+        balance_loss_normalized (`bool`, defaults to `False`): count loads as DeepSeek-V3 does, see `sequence_balance`.
         rope_scaling / rope_parameters: YaRN settings flat (`rope_theta` beside `rope_scaling`), or in transformers'
             form: `rope_parameters` flat, or nested as `{"main": {...}, "compress": {...}}`. Written in the flat form.
     """
@@ -116,9 +121,13 @@ class Dsv41TextConfig(DecoderConfig):
     gate_temp: float = 1.0
     cache_rounding: bool = True
     output_router_logits: bool = False
+    balance_loss_weight: float = 0.0
+    indexer_loss_weight: float = 0.0
+    balance_loss_normalized: bool = False
 
     WRITTEN_IF_CHANGED = (
         "pad_token_id", "bos_token_id", "eos_token_id", "gate_temp", "cache_rounding", "output_router_logits",
+        "balance_loss_weight", "indexer_loss_weight", "balance_loss_normalized",
         "engram_token_map_sha256",
     )  # fmt: skip
 

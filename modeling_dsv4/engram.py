@@ -8,12 +8,14 @@ Sources: V4.1 report section 2.4.2 (no short convolution), contract section 8.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
 from .engram_reads import EngramRead, EngramStatistics
 from .host_tensors import HostTensors
-from .layers import Dsv4Linear
+from .layers import Dsv4Linear, rounded_weight
 from .sparse_attention import wide
 
 # Channels that share one scale in a packed table.
@@ -46,9 +48,12 @@ def engram_gate(
 class Dsv4EngramTable(nn.Embedding):
     """Float table `weight` `[rows, head_dim]`."""
 
+    packed_as = "rows"
+    round_weight: Callable[[torch.Tensor], torch.Tensor] | None = None  # of rows; see `simulate_packing`
+
     def gather(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the rows `rows` `[...]` as `[..., head_dim]` in `dtype`."""
-        return self(rows).to(dtype)
+        return rounded_weight(self(rows), self.round_weight).to(dtype)
 
 
 class Dsv4PackedEngramTable(HostTensors):

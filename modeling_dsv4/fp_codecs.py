@@ -242,6 +242,16 @@ def round_nvfp4(x: torch.Tensor, *, block: int = NVFP4_BLOCK) -> torch.Tensor:
     return _RoundStraightThrough.apply(x, quantize_nvfp4, dequantize_nvfp4, block)
 
 
+def round_fp8_tiles(weight: torch.Tensor, *, block_size: tuple[int, int] = (32, 32)) -> torch.Tensor:
+    """Round a matrix `[O, I]` to what FP8 tiles store; dtype of `weight`, straight-through gradient."""
+    return _RoundStraightThrough.apply(
+        weight,
+        lambda x, block: quantize_fp8_tiles(x, block_size=block),
+        lambda values, scale, block: dequantize_fp8_tiles(values, scale, block_size=block),
+        block_size,
+    )
+
+
 # ---- stored weights ----------------------------------------------------------------------------------------------------
 
 

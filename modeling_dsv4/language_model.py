@@ -24,6 +24,7 @@ from transformers.utils import can_return_tuple, logging
 from transformers.utils.deprecation import deprecate_kwarg
 
 from .attention import Dsv4Attention, Dsv4Compressor, LayerContext, SharedState
+from .balance_loss import mean_over_labels
 from .cache import Dsv4Cache, check_cache
 from .capture import OutputCapture
 from .decoder import Dsv4DecoderLayer, StreamState
@@ -34,7 +35,7 @@ from .engram import Dsv4EngramMemory, Dsv4PackedEngramTable
 from .engram_reads import EngramStatistics, begin_reads
 from .host_tensors import host_modules
 from .hyper_connections import Dsv4HyperConnection, Dsv4HyperHead, collapse_streams, first_pre
-from .layers import Dsv4Head, Dsv4RMSNorm
+from .layers import Dsv4GroupedLinear, Dsv4Head, Dsv4RMSNorm
 from .moe import Dsv4Experts, Dsv4TopKRouter, balanced_token_experts
 from .mtp import Dsv4Mtp
 from .ngram_hash import Dsv4NgramHash, build_token_map
@@ -63,26 +64,39 @@ class Dsv4ModelOutput(MoeModelOutputWithPast):
             selects.
         streams (`[B, S, N, H]`, *optional*): residual streams after the last layer, before they are collapsed.
         draft_features (`[B, S, targets * H]`, *optional*): what the DSpark drafter reads of the backbone.
+        balance (`[B, S]`, *optional*): `sequence_balance` of each position's sequence, summed over the layers.
+        divergence (`[B, S]`, *optional*): `indexer_divergence` of each position, summed over the layers that select.
     """
 
     selections: dict[int, torch.Tensor] | None = None
     streams: torch.Tensor | None = None
     draft_features: torch.Tensor | None = None
+    balance: torch.Tensor | None = None
+    divergence: torch.Tensor | None = None
 
 
 @dataclass
 class Dsv4CausalLMOutput(MoeCausalLMOutputWithPast):
     r"""Output of the language models: `loss`, `logits` `[B, S, V]` float32, and the fields of `Dsv4ModelOutput`.
 
-    `mtp_loss` (V4, in training): the part of the loss for the token after the next one, before its weight.
-    `draft_losses` (`DraftLosses`, while a DSpark drafter is trained): the parts of its loss, before their weights.
+    In training, before their weights: `aux_loss`, the sequence-wise balance loss, `indexer_loss`, the divergence of the
+    indexers from the attention of their layers, `mtp_loss` (V4), the loss of the token after the next one, and
+    `draft_losses` (`DraftLosses`) of a DSpark drafter. `loss_parts`: what each part adds to `loss`, detached.
     """
 
     selections: dict[int, torch.Tensor] | None = None
     streams: torch.Tensor | None = None
     draft_features: torch.Tensor | None = None
+    indexer_loss: torch.Tensor | None = None
     mtp_loss: torch.Tensor | None = None
     draft_losses: DraftLosses | None = None
+    loss_parts: dict[str, torch.Tensor] | None = None
+
+    def add_loss(self, name: str, part: torch.Tensor, weight: float = 1.0) -> None:
+        """Add a part to the loss."""
+        part = part * weight
+        self.loss = part if self.loss is None else self.loss + part.to(self.loss.device)
+        self.loss_parts = (self.loss_parts or {}) | {name: part.detach()}
 
 
 class Dsv4PreTrainedModel(ReleasedCheckpointMixin, PreTrainedModel):
@@ -118,7 +132,7 @@ class Dsv4PreTrainedModel(ReleasedCheckpointMixin, PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         std = self.config.get_text_config().initializer_range
-        if isinstance(module, (nn.Linear, nn.Embedding, Dsv4TopKRouter)):
+        if isinstance(module, (nn.Linear, nn.Embedding, Dsv4GroupedLinear, Dsv4TopKRouter)):
             if module.weight.dtype.itemsize > 1:  # packed weights come from a file, never from here
                 init.normal_(module.weight, mean=0.0, std=std)
             if getattr(module, "bias", None) is not None:
@@ -170,6 +184,12 @@ class Dsv4PreTrainedModel(ReleasedCheckpointMixin, PreTrainedModel):
             logger.warning_once("use_reentrant=True: layers hand on tuples, so use_reentrant=False is used instead.")
             gradient_checkpointing_func = partial(gradient_checkpointing_func, use_reentrant=False)
         super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, **kwargs)
+
+    def requires_grad_(self, requires_grad: bool = True):
+        """As `nn.Module.requires_grad_`, but packed weights never require a gradient."""
+        for parameter in self.parameters():
+            parameter.requires_grad_(requires_grad and parameter.dtype not in PACKED_DTYPES)
+        return self
 
     def train(self, mode: bool = True):
         """Set training mode; says once that packed weights stay as they are."""
@@ -224,6 +244,14 @@ def _columns_read(logits_to_keep: int | torch.Tensor, columns: int) -> int:
 class Dsv4LanguageModel(Dsv4PreTrainedModel):
     """Embedding, layers, final collapse and norm; the entry files derive from it."""
 
+    # For `from_pretrained(distributed_config=...)`: whole experts on each rank, everything else sharded by layer.
+    _ep_plan = {
+        "layers.*.mlp.experts": "ep_dispatch_experts",
+        "layers.*.mlp.experts.gate_up_proj": "grouped_gemm",
+        "layers.*.mlp.experts.down_proj": "grouped_gemm",
+    }
+    _fsdp_plan = {"embed_tokens": "free_full_weight", "layers.*": "free_full_weight", "norm": "keep_full_weight"}
+
     def __init__(self, config):
         super().__init__(config)
         text = self.config.get_text_config()
@@ -252,6 +280,8 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
         output_streams: bool = False,
         output_draft_features: bool = False,
         logits_to_keep: int | torch.Tensor = 0,
+        output_balance: bool = False,
+        output_divergence: bool = False,
         decoder_replay: str = "full",
         **kwargs,
     ) -> Dsv4ModelOutput:
@@ -266,8 +296,8 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
             inputs_embeds (`[B, S, H]`, *optional*): used instead of the embeddings of `input_ids`.
             use_cache (`bool`, *optional*): make a cache if none is given; defaults to the config, and to `False` in
                 training mode while gradients are recorded.
-            output_hidden_states, output_router_logits, output_selections, output_streams, output_draft_features (`bool`,
-                *optional*): see `Dsv4ModelOutput`.
+            output_hidden_states, output_router_logits, output_selections, output_streams, output_draft_features,
+                output_balance, output_divergence (`bool`, *optional*): see `Dsv4ModelOutput`.
             logits_to_keep (`int` or index tensor, *optional*, defaults to 0): last columns whose final state will be
                 read, 0 = all; "exact" and "bounded" return zeros for the columns that they leave out.
             decoder_replay (`str`, *optional*, defaults to `"full"`): "full" runs every layer on every token; "exact" gives
@@ -286,18 +316,21 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
         wanted = output_hidden_states, output_router_logits, output_selections
         embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         layout, valid = self._layout(attention_mask, position_ids, cache, embeds)
-        everything = any(wanted) or output_streams or output_draft_features or layout.is_packed
-        keep = layout.columns if everything else _columns_read(logits_to_keep, layout.columns)
+        of_all = (
+            *wanted, output_streams, output_draft_features, output_balance, output_divergence, layout.is_packed,
+        )  # fmt: skip
+        keep = layout.columns if any(of_all) else _columns_read(logits_to_keep, layout.columns)
         check_replay(decoder_replay, keep=keep, columns=layout.columns, window=text.sliding_window)
         if cache is None and self._wants_cache(use_cache, layout):
             cache = Dsv4Cache(self.config, "packed" if text.cache_rounding else "float")
         context, rows = self._context(input_ids, layout, cache, embeds)
+        context = context._replace(trains_indexers=output_divergence)
         replay = DecoderReplay(decoder_replay, text, context, keep, cache)
         rows = {index: layout.take_tail(found, replay.layout_entering(index)) for index, found in rows.items()}
         rows = begin_reads({index: self.layers[index].engram.embedding for index in rows}, rows)
         streams = layout.shift(embeds).unsqueeze(2).expand(-1, -1, text.hc_mult, -1)
         flow = StreamState(streams.contiguous(), first_pre(streams), SharedState())
-        capture = OutputCapture(text, layout, *wanted, embeddings=embeds)
+        capture = OutputCapture(text, layout, *wanted, embeddings=embeds, balance=output_balance)
         features = []
         for index, layer in enumerate(self.layers):
             flow, context = replay.enter(index, flow)
@@ -313,11 +346,14 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
         if cache is not None:
             self._feed_drafter(features, flow.streams, layout.shift(embeds), layout, replay.layout, cache)
             cache.advance(layout, valid, replay.window_floor)
-        streams = layout.unshift(flow.streams) if output_streams else None
-        read = layout.unshift(torch.cat(features, dim=-1)) if output_draft_features else None
-        return Dsv4ModelOutput(
-            last_hidden_state=hidden, cache=cache, streams=streams, draft_features=read, **capture.fields(hidden)
-        )
+        fields = capture.fields(hidden)
+        if output_streams:
+            fields["streams"] = layout.unshift(flow.streams)
+        if output_draft_features:
+            fields["draft_features"] = layout.unshift(torch.cat(features, dim=-1))
+        if flow.shared.divergence is not None:
+            fields["divergence"] = layout.unshift(flow.shared.divergence)
+        return Dsv4ModelOutput(last_hidden_state=hidden, cache=cache, **fields)
 
     @property
     def drafter(self) -> Dsv4DSpark | Dsv4Mtp | None:
@@ -440,8 +476,9 @@ class CausalHead:
         shared = detached(self.get_input_embeddings()), detached(self.lm_head)
         inputs = result.draft_features, result.logits.detach(), batch, sample_anchors(batch, settings.anchors)
         result.draft_losses = draft_losses(self.drafter, *shared, *inputs, num_items_in_batch)
-        own = result.loss if settings.stage == "joint" else 0
-        result.loss = own + settings.total(result.draft_losses)
+        if settings.stage == "frozen":
+            result.loss, result.loss_parts = None, None
+        result.add_loss("draft", settings.total(result.draft_losses))
         return result
 
     def _put_head_on(self, model: nn.Module) -> None:
@@ -459,6 +496,15 @@ class CausalHead:
             return labels
         return labels.masked_fill(position_ids.to(labels.device) < ahead, -100)
 
+    def _loss_inputs(self, labels, shift_labels) -> dict[str, bool]:
+        """Which outputs of the model the parts of the loss need."""
+        trains = self.training and torch.is_grad_enabled() and not (labels is None and shift_labels is None)
+        text = self.config.get_text_config()
+        return {
+            "output_balance": trains and text.balance_loss_weight > 0,
+            "output_divergence": trains and text.indexer_loss_weight > 0,
+        }
+
     def _add_head(self, outputs: Dsv4ModelOutput, labels, logits_to_keep, num_items_in_batch=None, shift_labels=None):
         """Return logits of the kept positions, the loss if there are labels, and the model's optional outputs.
 
@@ -466,15 +512,7 @@ class CausalHead:
         """
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, keep])
-        loss = None
-        if labels is not None or shift_labels is not None:
-            if shift_labels is not None:
-                shift_labels = shift_labels.contiguous()  # the loss views them as one row
-            options = {"num_items_in_batch": num_items_in_batch, "shift_labels": shift_labels}
-            options = {name: value for name, value in options.items() if value is not None}
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **options)
-        return Dsv4CausalLMOutput(
-            loss=loss,
+        result = Dsv4CausalLMOutput(
             logits=logits,
             cache=outputs.cache,
             hidden_states=outputs.hidden_states,
@@ -483,3 +521,24 @@ class CausalHead:
             streams=outputs.streams,
             draft_features=outputs.draft_features,
         )
+        if labels is None and shift_labels is None:
+            return result
+        if shift_labels is not None:
+            shift_labels = shift_labels.contiguous()  # the loss views them as one row
+        options = {"num_items_in_batch": num_items_in_batch, "shift_labels": shift_labels}
+        options = {name: value for name, value in options.items() if value is not None}
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **options)
+        if not self.training:
+            result.loss = loss
+            return result
+        result.add_loss("lm", loss)
+        shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=-100) if shift_labels is None else shift_labels
+        text = self.config.get_text_config()
+        if outputs.balance is not None:
+            result.aux_loss = mean_over_labels(outputs.balance, shifted.to(outputs.balance.device), num_items_in_batch)
+            result.add_loss("balance", result.aux_loss, text.balance_loss_weight)
+        if outputs.divergence is not None:
+            of_tokens = outputs.divergence
+            result.indexer_loss = mean_over_labels(of_tokens, shifted.to(of_tokens.device), num_items_in_batch)
+            result.add_loss("indexer", result.indexer_loss, text.indexer_loss_weight)
+        return result

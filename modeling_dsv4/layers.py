@@ -7,6 +7,8 @@ dequantised exactly, products are summed in float32.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -93,26 +95,26 @@ def _unpacked_rows(weight, scale, block_size, dtype):
         yield part, dequantize_fp8_tiles(weight[part], tiles, block_size=block_size, dtype=dtype)
 
 
-class Dsv4Linear(nn.Linear):
-    r"""Linear layer without bias that the release stores as FP8 tiles.
+def rounded_weight(weight: torch.Tensor, rounding: Callable[[torch.Tensor], torch.Tensor] | None) -> torch.Tensor:
+    """Return a float weight as its packed form will be read back, if a rounding is set."""
+    return weight if rounding is None else rounding(weight)
+
+
+class PackableMatrix:
+    r"""Holder of a matrix that the release stores as FP8 tiles; a base for modules with `in_features` and `out_features`.
 
     Float: `weight` `[O, I]` in the model's dtype. Packed (after `pack`): `weight` `[O, I]` float8_e4m3fn and
     `weight_scale_inv` `[ceil(O / rows), ceil(I / cols)]` (value = weight * scale; the name is transformers'). Packed
-    tensors never require a gradient and never change dtype; the gradient flows to the input, straight through the
-    rounding, so adapters train over them.
-
-    Args:
-        in_features, out_features (`int`).
-        rounds_input (`bool`, *optional*, defaults to `True`): whether the release rounds this layer's input to FP8
-            (contract section 2); done when `quantize_activations` is set.
+    tensors never require a gradient and never change dtype.
     """
 
-    def __init__(self, in_features: int, out_features: int, *, rounds_input: bool = True):
-        super().__init__(in_features, out_features, bias=False)
+    packed_as = "tiles"
+
+    def _set_up(self) -> None:
         self.register_parameter("weight_scale_inv", None)
         self.block_size = (32, 32)
-        self.rounds_input = rounds_input
         self.quantize_activations, self.activation_block = False, 32
+        self.round_weight: Callable[[torch.Tensor], torch.Tensor] | None = None  # see `simulate_packing`
 
     def pack(self, block_size: tuple[int, int], scale_dtype: torch.dtype) -> None:
         """Switch to packed storage, with empty tensors of the packed shapes on the device of the weight."""
@@ -128,23 +130,19 @@ class Dsv4Linear(nn.Linear):
     def is_packed(self) -> bool:
         return self.weight_scale_inv is not None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map `[..., I]` to `[..., O]`; dtype of `x`."""
-        return self._multiply(self._rounded_input(x))
-
-    def _rounded_input(self, x: torch.Tensor) -> torch.Tensor:
-        return round_fp8(x, block=self.activation_block) if self.rounds_input and self.quantize_activations else x
-
-    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.is_packed:
-            return F.linear(x, self.weight)
-        return _PackedMatmul.apply(x, self.weight, self.weight_scale_inv, self.block_size)
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype in which PEFT makes adapters: never that of packed bytes."""
+        return torch.float32 if self.is_packed else self.weight.dtype
 
     def float_weight(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weight `[O, I]` in `dtype`, dequantised if packed."""
+        """Return the weight `[O, I]` in `dtype`: dequantised if packed, rounded if it trains to be packed."""
         if not self.is_packed:
-            return self.weight.to(dtype)
+            return rounded_weight(self.weight, self.round_weight).to(dtype)
         return dequantize_fp8_tiles(self.weight, self.weight_scale_inv, block_size=self.block_size, dtype=dtype)
+
+    def requires_grad_(self, requires_grad: bool = True):
+        return self if self.is_packed else super().requires_grad_(requires_grad)
 
     def _apply(self, fn, recurse=True):
         if not self.is_packed:
@@ -157,8 +155,32 @@ class Dsv4Linear(nn.Linear):
         return self
 
 
-class Dsv4GroupedLinear(Dsv4Linear):
-    r"""Output projection with one matrix per group of heads (contract section 6).
+class Dsv4Linear(PackableMatrix, nn.Linear):
+    r"""Linear layer without bias that the release stores as FP8 tiles.
+
+    The gradient flows to the input, straight through all rounding, so adapters train over packed weights.
+
+    Args:
+        in_features, out_features (`int`).
+    """
+
+    def __init__(self, in_features: int, out_features: int):
+        nn.Linear.__init__(self, in_features, out_features, bias=False)
+        self._set_up()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map `[..., I]` to `[..., O]`; dtype of `x`."""
+        if self.quantize_activations:
+            x = round_fp8(x, block=self.activation_block)
+        if not self.is_packed:
+            return F.linear(x, self.float_weight(self.weight.dtype))
+        return _PackedMatmul.apply(x, self.weight, self.weight_scale_inv, self.block_size)
+
+
+class Dsv4GroupedLinear(PackableMatrix, nn.Module):
+    r"""Output projection with one matrix per group of heads; its input is not rounded (contract sections 2 and 6).
+
+    Not an `nn.Linear`: what adapts or replaces all linear layers knows nothing of groups.
 
     Args:
         in_features (`int`): channels of one group.
@@ -167,25 +189,28 @@ class Dsv4GroupedLinear(Dsv4Linear):
     """
 
     def __init__(self, in_features: int, out_features: int, groups: int):
-        super().__init__(in_features, out_features, rounds_input=False)
-        self.groups = groups
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.groups = in_features, out_features, groups
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self._set_up()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map `[..., G, I]` to `[..., O]`; dtype of `x`."""
         if not self.is_packed:
-            return self._product(x, self._grouped_weight(x.dtype))
-        return UnpackedProduct.apply(x, self._grouped_weight, self._product, self._transposed)
+            return grouped_product(x, self._grouped_weight(x.dtype))
+        return UnpackedProduct.apply(x, self._grouped_weight, grouped_product, self._transposed)
 
     def _grouped_weight(self, dtype: torch.dtype) -> torch.Tensor:
         return self.float_weight(dtype).unflatten(0, (self.groups, -1))
 
     @staticmethod
-    def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return torch.einsum("...gi,gri->...gr", x, weight).flatten(-2)
-
-    @staticmethod
     def _transposed(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.einsum("...gr,gri->...gi", grad.unflatten(-1, weight.shape[:2]), weight)
+
+
+def grouped_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Map each group `[..., G, I]` by its own matrix `[G, R, I]`: `[..., G * R]`."""
+    return torch.einsum("...gi,gri->...gr", x, weight).flatten(-2)
 
 
 class Dsv4MLP(nn.Module):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 
 import torch
+from torch import nn
 from transformers.utils import can_return_tuple
 from transformers.utils.deprecation import deprecate_kwarg
 
@@ -109,9 +110,10 @@ class Dsv4ForCausalLM(LoadsDrafter, CausalHead, Dsv4PreTrainedModel, Dsv4Generat
             logits_to_keep (`int` or index tensor, *optional*, defaults to 0): last positions with logits, 0 = all.
             num_items_in_batch (*optional*): labels of the whole batch, when this call is a part of it; divides the loss.
         """
-        with_mtp = labels is not None and self.training and self.config.has_mtp
         shift_labels = kwargs.pop("shift_labels", None)
         next_labels = self._within_documents(labels, position_ids)
+        has_labels = labels is not None or shift_labels is not None
+        with_mtp = has_labels and self.training and self.config.has_mtp
         if with_mtp:
             self._check_mtp(input_ids, cache)
         with_streams = with_mtp or kwargs.get("output_streams", False)
@@ -124,14 +126,19 @@ class Dsv4ForCausalLM(LoadsDrafter, CausalHead, Dsv4PreTrainedModel, Dsv4Generat
                 inputs_embeds=inputs_embeds,
                 use_cache=use_cache,
                 logits_to_keep=logits_to_keep,
-                **(kwargs | extra | {"return_dict": True, "output_streams": with_streams}),
+                **(
+                    kwargs
+                    | extra
+                    | {"return_dict": True, "output_streams": with_streams}
+                    | self._loss_inputs(labels, shift_labels)
+                ),
             )
             result = self._add_head(outputs, next_labels, logits_to_keep, num_items_in_batch, shift_labels)
         if with_mtp:
-            mtp_labels = self._within_documents(labels, position_ids, ahead=2)
+            targets = self._mtp_targets(labels, shift_labels, position_ids)
             inputs = outputs.streams, input_ids, attention_mask, position_ids
-            result.mtp_loss = self._mtp_loss(inputs, mtp_labels, num_items_in_batch)
-            result.loss = result.loss + self.config.mtp_loss_weight * result.mtp_loss
+            result.mtp_loss = self._mtp_loss(inputs, targets, num_items_in_batch)
+            result.add_loss("mtp", result.mtp_loss, self.config.mtp_loss_weight)
         given = input_ids, next_labels, attention_mask, position_ids, num_items_in_batch
         return self._add_draft_losses(result, *given)
 
@@ -145,13 +152,24 @@ class Dsv4ForCausalLM(LoadsDrafter, CausalHead, Dsv4PreTrainedModel, Dsv4Generat
                 f"cache holds {cache.get_seq_length()} tokens while the MTP layer is trained; accepted: an empty one."
             )
 
-    def _mtp_loss(self, inputs, labels, num_items_in_batch) -> torch.Tensor:
-        """Cross entropy of token i + 2 given position i and token i + 1 (V4 report section 2.1)."""
+    def _mtp_targets(self, labels, shift_labels, position_ids) -> torch.Tensor:
+        """Label of token i + 2 for every position i but the last, `[B, S - 1]`; -100 beyond the row and the document."""
+        if shift_labels is None:
+            labels = self._within_documents(labels, position_ids, ahead=2)
+            return nn.functional.pad(labels[:, 2:], (0, 1), value=-100)
+        if position_ids is not None:  # of the labelled tokens; the one behind the row is not known
+            position_ids = nn.functional.pad(position_ids[:, 1:], (0, 1), value=2)
+        return self._within_documents(shift_labels, position_ids, ahead=2)[:, 1:].contiguous()
+
+    def _mtp_loss(self, inputs, targets, num_items_in_batch) -> torch.Tensor:
+        """Cross entropy of token i + 2 given position i and token i + 1 (V4 report section 2.1); targets `[B, S - 1]`."""
         logits = self.lm_head(self.model.predict_after_next(*inputs))
         options = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
-        if not bool((labels[:, 2:] != -100).any()):  # a mean over nothing is no number
+        if not bool((targets != -100).any()):  # a mean over nothing is no number
             return logits.sum() * 0
-        return self.loss_function(logits=logits, labels=labels[:, 1:], vocab_size=self.vocab_size, **options)
+        return self.loss_function(
+            logits=logits, labels=None, shift_labels=targets, vocab_size=self.vocab_size, **options
+        )
 
 
 register_models(Dsv4Model, Dsv4ForCausalLM)

@@ -240,7 +240,7 @@ class Dsv41ForCausalLM(LoadsDrafter, CausalHead, Dsv4PreTrainedModel, Dsv4Genera
                 inputs_embeds=inputs_embeds,
                 use_cache=use_cache,
                 logits_to_keep=logits_to_keep,
-                **(kwargs | extra | {"return_dict": True}),
+                **(kwargs | extra | {"return_dict": True} | self._loss_inputs(labels, shift_labels)),
             )
             result = self._add_head(outputs, next_labels, logits_to_keep, num_items_in_batch, shift_labels)
         given = input_ids, next_labels, attention_mask, position_ids, num_items_in_batch
@@ -297,7 +297,7 @@ class Dsv41ForConditionalGeneration(LoadsDrafter, CausalHead, Dsv4PreTrainedMode
                 use_cache=use_cache,
                 logits_to_keep=logits_to_keep,
                 mm_encoder_outputs=mm_encoder_outputs,
-                **(kwargs | extra | {"return_dict": True}),
+                **(kwargs | extra | {"return_dict": True} | self._loss_inputs(labels, shift_labels)),
             )
             result = self._add_head(outputs, next_labels, logits_to_keep, num_items_in_batch, shift_labels)
         given = input_ids, next_labels, attention_mask, position_ids, num_items_in_batch

@@ -19,7 +19,7 @@ from torch import nn
 from .expert_cache import UnpackedExperts
 from .fp_codecs import dequantize_fp4_rows, dequantize_fp8_tiles, round_fp8
 from .host_tensors import HostTensors, read_ahead
-from .layers import Dsv4MLP, UnpackedProduct, clamped_swiglu
+from .layers import Dsv4MLP, UnpackedProduct, clamped_swiglu, rounded_weight
 from .sparse_attention import full_precision, wide
 
 
@@ -149,21 +149,26 @@ class _RoutedExperts:
         """Return `experts`, which will be used in this order; a bank may prepare the next ones."""
         return experts
 
-    def forward(self, x: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, adapt: Callable | None = None
+    ) -> torch.Tensor:
         r"""Run each token through its experts; the sum is taken in float32, experts in ascending order.
 
         Args:
             x (`torch.Tensor` of shape `[N, H]`).
-            weights (`torch.Tensor` of shape `[N, k]`, float32) and indices (`[N, k]`, int64): from the router.
+            indices (`torch.Tensor` of shape `[N, k]`, int64) and weights (`[N, k]`, float32): from the router; in the order
+                of transformers' expert parallelism. Experts that are not in the bank lie on another rank and are left out.
+            adapt (callable, *optional*): expert and its two products -> the products to take instead.
 
         Returns:
             `torch.Tensor` of shape `[N, H]`, float32 (float64 for float64 inputs).
         """
         out = torch.zeros_like(wide(x))
         rounded, products_of = self._rounded(x), self.expert_products(x.device)
-        for expert in self.experts_in_turn(indices.unique().tolist(), x.device, x.dtype):
+        here = indices[indices < self.num_experts].unique().tolist()
+        for expert in self.experts_in_turn(here, x.device, x.dtype):
             tokens, slots = torch.where(indices == expert)
-            gate_and_up, down = products_of(expert)
+            gate_and_up, down = products_of(expert) if adapt is None else adapt(expert, products_of(expert))
             missing = max(0, min(MIN_EXPERT_ROWS, len(x)) - len(tokens))
             gate, up = gate_and_up(F.pad(rounded[tokens], (0, 0, 0, missing))).chunk(2, dim=-1)
             # The routing weight enters before the down projection's input is rounded (contract section 7).
@@ -179,18 +184,24 @@ class _RoutedExperts:
 class Dsv4Experts(_RoutedExperts, nn.Module):
     """Float bank: `gate_up_proj` `[E, 2I, H]` and `down_proj` `[E, H, I]`, transformers' fused form."""
 
+    packed_as = "experts"
+
     def __init__(self, config, layer_idx: int = 0):
         super().__init__()
         experts, hidden, width = config.experts_of(layer_idx)[0], config.hidden_size, config.moe_intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * width, hidden))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, width))
-        self.num_experts, self.limit = experts, config.swiglu_limit
+        self.num_experts, self.hidden_size, self.width, self.limit = experts, hidden, width, config.swiglu_limit
         self.quantize_activations, self.activation_block = False, 32
+        # Of one matrix; see `simulate_packing`.
+        self.round_weight: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def expert_products(self, device):
         # One unbind for all experts: its gradient is one stack, where indexing would fill a bank of zeros per expert.
-        gate_up, down = self.gate_up_proj.unbind(0), self.down_proj.unbind(0)
-        return lambda expert: (partial(F.linear, weight=gate_up[expert]), partial(F.linear, weight=down[expert]))
+        banks = self.gate_up_proj.unbind(0), self.down_proj.unbind(0)
+        return lambda expert: tuple(
+            partial(F.linear, weight=rounded_weight(bank[expert], self.round_weight)) for bank in banks
+        )
 
 
 class Dsv4PackedExperts(_RoutedExperts, HostTensors):
@@ -205,6 +216,8 @@ class Dsv4PackedExperts(_RoutedExperts, HostTensors):
         scale_dtype (`torch.dtype`): float8_e8m0fnu or float32.
         unpacked (`UnpackedExperts`, *optional*): keeps what was unpacked last; `None` keeps nothing.
     """
+
+    is_packed = True
 
     def __init__(
         self,
@@ -232,7 +245,9 @@ class Dsv4PackedExperts(_RoutedExperts, HostTensors):
                 specs[f"{expert}.{name}.weight"], specs[f"{expert}.{name}.weight_scale_inv"] = weight, scale
         super().__init__(specs)
         self.expert_dtype, self.block_size = expert_dtype, block_size
-        self.num_experts, self.limit = experts, bank.limit
+        self.num_experts, self.hidden_size, self.width, self.limit = experts, hidden, double_width // 2, bank.limit
+        # Empty: it tells PEFT, which finds no parameter here, on which device adapters belong.
+        self.register_buffer("weight", torch.empty(0), persistent=False)
         self.quantize_activations, self.activation_block = False, block_size[1]
         self.unpacked = unpacked or UnpackedExperts(0)
 
@@ -304,5 +319,5 @@ class Dsv4SparseMoeBlock(nn.Module):
         masks = (None if t is None else t.flatten() for t in (image_mask, input_ids, token_mask))
         _, weights, indices = self.gate(flat, *masks)
         # Routed experts first, then the shared one, in one float32 sum (contract section 7).
-        out = self.experts(flat, weights, indices) + wide(self.shared_experts(flat))
+        out = self.experts(flat, indices, weights) + wide(self.shared_experts(flat))
         return out.to(x.dtype).view_as(x)

@@ -8,6 +8,7 @@ touched. Loading swaps modules on the meta device; the bytes arrive unchanged (s
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,10 @@ from transformers.utils.quantization_config import FineGrainedFP8Config
 
 from .checkpoint_map import DTYPES
 from .configuration_common import PACKED_METHOD, QUANTIZATION_RULES, RELEASED_METHOD
-from .engram import Dsv4EngramTable, Dsv4PackedEngramTable
+from .engram import TABLE_BLOCK, Dsv4EngramTable, Dsv4PackedEngramTable
 from .expert_cache import UnpackedExperts
-from .layers import Dsv4Linear
+from .fp_codecs import round_fp8, round_fp8_tiles, round_mxfp4
+from .layers import PackableMatrix
 from .moe import Dsv4Experts, Dsv4PackedExperts
 
 PACKED_DTYPES = (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.int8)
@@ -157,12 +159,11 @@ def pack_modules(model: nn.Module, config: Dsv4QuantizationConfig) -> None:
         config (`Dsv4QuantizationConfig`): formats.
     """
     block, scale_dtype = tuple(config.weight_block_size), SCALE_DTYPES[config.scale_fmt]
-    # V4 names the experts' format at the top of its config.json, V4.1 inside the quantisation.
-    expert_dtype = config.expert_dtype or getattr(getattr(model, "config", None), "expert_dtype", None) or "fp8"
+    expert_dtype = _expert_dtype(model, config)
     unpacked = UnpackedExperts(_size_in_bytes(config.expert_cache_size))
     for parent in list(model.modules()):
         for name, module in list(parent.named_children()):
-            if isinstance(module, Dsv4Linear):
+            if isinstance(module, PackableMatrix):
                 module.pack(block, scale_dtype)
             elif isinstance(module, Dsv4Experts):
                 setattr(parent, name, Dsv4PackedExperts(module, expert_dtype, block, scale_dtype, unpacked))
@@ -175,6 +176,40 @@ def set_activation_rounding(model: nn.Module, enabled: bool, block: int = 32) ->
     for module in model.modules():
         if hasattr(module, "quantize_activations"):
             module.quantize_activations, module.activation_block = enabled, block
+
+
+def simulate_packing(model: nn.Module, config: Dsv4QuantizationConfig | None) -> None:
+    r"""Let a float model compute what its packed form would: quantisation-aware training (V4 report section 5).
+
+    Every weight that the release packs is rounded where it is used (FP8 tiles, FP4 or FP8 experts, FP8 table rows), and,
+    unless `config.quantize_activations` is `False`, so are the inputs of those layers. Gradients pass straight through.
+
+    Args:
+        model (`nn.Module`): changed in place; packed modules are left alone.
+        config (`Dsv4QuantizationConfig`, *optional*): the formats of the folder to be written; `None` ends it.
+
+    Raises:
+        ValueError: for float32 scales, in which nothing is ever packed here.
+    """
+    if config is not None and config.scale_fmt != "ue8m0":
+        raise ValueError(f"quantization_config.scale_fmt is {config.scale_fmt!r}; accepted for training: 'ue8m0'.")
+    roundings: dict[str, Any] = {}
+    if config is not None:
+        tiles = partial(round_fp8_tiles, block_size=tuple(config.weight_block_size))
+        experts = tiles if _expert_dtype(model, config) == "fp8" else round_mxfp4
+        roundings = {"tiles": tiles, "experts": experts, "rows": partial(round_fp8, block=TABLE_BLOCK)}
+    for module in model.modules():
+        # By attribute, not by class: a model of remote code has classes of its own.
+        if not hasattr(module, "round_weight") or getattr(module, "is_packed", False):
+            continue
+        module.round_weight = roundings.get(module.packed_as)
+        rounds_inputs = config is not None and config.quantize_activations is not False
+        set_activation_rounding(module, rounds_inputs, config.weight_block_size[1] if config is not None else 32)
+
+
+def _expert_dtype(model: nn.Module, config: Dsv4QuantizationConfig) -> str:
+    """V4 names the experts' format at the top of its config.json, V4.1 inside the quantisation."""
+    return config.expert_dtype or getattr(getattr(model, "config", None), "expert_dtype", None) or "fp8"
 
 
 def loaded_dtype(name: str, stored: torch.dtype, expected: torch.dtype) -> torch.dtype:
@@ -223,7 +258,7 @@ class Dsv4HfQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model, **kwargs):
         # The loader makes every floating tensor trainable, packed ones included.
         for module in model.modules():
-            if isinstance(module, Dsv4Linear) and module.is_packed:
+            if isinstance(module, PackableMatrix) and module.is_packed:
                 module.weight.requires_grad_(False)
                 module.weight_scale_inv.requires_grad_(False)
         return model

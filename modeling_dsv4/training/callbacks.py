@@ -10,6 +10,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 from transformers.training_args import ParallelMode
 
+from ..quantization import simulate_packing
 from .router_load import RouterLoadCounter, bias_update
 
 
@@ -149,6 +150,37 @@ class VisionScheduleCallback(TrainerCallback):
             )
 
 
+class MtpScheduleCallback(TrainerCallback):
+    r"""Weigh V4's next-next-token loss less from the decay of the learning rate on (V4 report section 2.1: 0.3, then 0.1).
+
+    The config gets the late weight when training ends.
+
+    Args:
+        early, late (`float`, *optional*, default to 0.3 and 0.1): weights before `start` and from it on.
+        start (`int | "decay"`, *optional*, defaults to `"decay"`): as in `VisionScheduleCallback`.
+
+    Raises:
+        ValueError: at the start of training, if the model has no such loss or the step cannot be told.
+    """
+
+    def __init__(self, early: float = 0.3, late: float = 0.1, start: int | str = "decay"):
+        if start != "decay" and (isinstance(start, str) or start < 0):
+            raise ValueError(f"`start` must be a step >= 0 or 'decay', got {start!r}")
+        self.early, self.late, self.start = early, late, start
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self._config = getattr(model, "config", None) or getattr(getattr(model, "module", None), "config", None)
+        if not getattr(self._config, "has_mtp", False):
+            raise ValueError(f"{type(model).__name__} has no next-next-token loss to schedule")
+        self._step = decay_start(args, state) if self.start == "decay" else self.start
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._config.mtp_loss_weight = self.early if state.global_step < self._step else self.late
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._config.mtp_loss_weight = self.late
+
+
 def decay_start(args, state) -> int:
     """Return the first step of the decay phase of a `warmup_stable_decay` schedule."""
     decay_steps = (args.lr_scheduler_kwargs or {}).get("num_decay_steps")
@@ -176,16 +208,20 @@ class QatScheduleCallback(TrainerCallback):
         warmup (`Mapping[str, Any]`, *optional*, defaults to `{"cache_rounding": False}`):
             Attribute of the text config -> value before that; `{"candidate_source_layer_id": -1}` lifts the candidate
             restriction, `{"index_topk": None}` attends to all visible entries.
+        quantization (`Dsv4QuantizationConfig`, *optional*):
+            From `start_step` on, weights and layer inputs are rounded to these formats, those of the packed folder that
+            will be written (`simulate_packing`). `None` leaves them as they are.
 
     Raises:
         ValueError: at the start of training, if the config has no such attribute.
     """
 
-    def __init__(self, start_step: int, warmup: Mapping[str, Any] | None = None):
+    def __init__(self, start_step: int, warmup: Mapping[str, Any] | None = None, quantization=None):
         if start_step < 0:
             raise ValueError(f"`start_step` must be >= 0, got {start_step}")
         self.start_step = start_step
         self.warmup = {"cache_rounding": False} if warmup is None else dict(warmup)
+        self.quantization = quantization
         self._config: Any = None
         self._own: dict[str, Any] = {}
 
@@ -196,12 +232,15 @@ class QatScheduleCallback(TrainerCallback):
         missing = [name for name in self.warmup if not hasattr(self._config, name)]
         if missing:
             raise ValueError(f"{type(self._config).__name__} has no {missing}: nothing to schedule")
+        self._model = model
+        self._round_weights(True)
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step < self.start_step and not self._own:
             self._own = {name: getattr(self._config, name) for name in self.warmup}
             for name, value in self.warmup.items():
                 setattr(self._config, name, value)
+            self._round_weights(False)
 
     def on_step_end(self, args, state, control, **kwargs):
         self._restore()
@@ -209,7 +248,13 @@ class QatScheduleCallback(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs):
         self._restore()
 
+    def _round_weights(self, enabled: bool) -> None:
+        if self.quantization is not None:
+            simulate_packing(self._model, self.quantization if enabled else None)
+
     def _restore(self) -> None:
+        if self._own:
+            self._round_weights(True)
         for name, value in self._own.items():
             setattr(self._config, name, value)
         self._own = {}

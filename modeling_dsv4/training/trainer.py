@@ -78,6 +78,8 @@ class Dsv4Trainer(Trainer):
         **kwargs: Any,
     ):
         self.optimizer_settings = dict(optimizer_settings or {})
+        self._loss_parts: dict[str, torch.Tensor] = {}
+        self._parts_since = 0
         super().__init__(*args, **kwargs)
         if draft_training is not None:
             draft_training.apply(self.model)
@@ -90,8 +92,35 @@ class Dsv4Trainer(Trainer):
             return self.optimizer
         return super().create_optimizer(model)
 
+    def compute_loss(self, model, inputs, return_outputs: bool = False, num_items_in_batch=None):
+        """As Trainer's; in training it keeps what each part adds to the loss."""
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        parts = outputs.get("loss_parts") if isinstance(outputs, dict) and model.training else None
+        if parts:
+            # Trainer scales the loss to the ranks here, and later to the micro-batches if it could not give their items.
+            scale = loss.detach() / sum(part.to(loss.device) for part in parts.values())
+            if num_items_in_batch is None or not self.model_accepts_loss_kwargs:
+                scale = scale / self.current_gradient_accumulation_steps
+            for name, part in parts.items():
+                self._loss_parts[name] = self._loss_parts.get(name, 0.0) + part.to(loss.device) * scale
+        return (loss, outputs) if return_outputs else loss
+
+    def _collected(self) -> dict[str, float]:
+        """Return `loss_lm`, `loss_balance`, ..., means over the steps since the last log and the ranks, and what callbacks have."""
+        logs: dict[str, float] = {}
+        if self._loss_parts:
+            steps = max(1, self.state.global_step - self._parts_since)
+            summed = self.accelerator.reduce(torch.stack(list(self._loss_parts.values())), reduction="mean")
+            logs = {f"loss_{name}": s / steps for name, s in zip(self._loss_parts, summed.tolist(), strict=True)}
+        self._loss_parts, self._parts_since = {}, self.state.global_step
+        for callback in self.callback_handler.callbacks:
+            logs |= callback.collect() if hasattr(callback, "collect") else {}
+        return logs
+
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log the vision tower's rate beside the first group's, which is a text group."""
+        """Log the parts of the loss, and the vision tower's rate beside the first group's, which is a text group."""
+        if "loss" in logs:
+            logs.update(self._collected())
         if "learning_rate" in logs and self.optimizer is not None:
             first = self.optimizer.param_groups[0]
             for group in self.optimizer.param_groups:

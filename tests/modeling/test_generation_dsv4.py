@@ -63,7 +63,7 @@ def words(ids):
 
 
 @pytest.mark.parametrize("kv_format", ["packed", "float"])
-@pytest.mark.parametrize("decoder_replay", ["full", "exact", "bounded"])
+@pytest.mark.parametrize("decoder_replay", ["full", "exact"])
 def test_greedy(model, ids, expected, kv_format, decoder_replay):
     out = model.generate(
         ids, **GREEDY, kv_format=kv_format, decoder_replay=decoder_replay, return_dict_in_generate=True
@@ -71,6 +71,17 @@ def test_greedy(model, ids, expected, kv_format, decoder_replay):
     assert torch.equal(out.sequences, expected)
     cache = out.past_key_values if hasattr(out, "past_key_values") else out.cache
     assert isinstance(cache, Dsv4Cache) and cache.kv_format == kv_format
+
+
+@torch.no_grad()
+def test_bounded_replay_generates_what_its_forward_says(model, ids):
+    out = model.generate(ids, **GREEDY, decoder_replay="bounded")
+    cache, token, expected = Dsv4Cache(model.config), ids, [ids]
+    for _ in range(NEW):
+        logits = model(token, cache=cache, logits_to_keep=1, decoder_replay="bounded").logits[:, -1]
+        token = logits.argmax(-1, keepdim=True)
+        expected.append(token)
+    assert torch.equal(out, torch.cat(expected, dim=1))
 
 
 def test_greedy_without_a_cache(model, ids, expected):
@@ -175,7 +186,8 @@ def test_lookup_and_assistants_are_greedy(model, seed):
     """Prompts of any length that repeat themselves; an assistant whose drafts are partly accepted."""
     part = some_ids(1, 5 + seed % 9, seed=seed)
     ids = torch.cat([part, part, part[:, : seed % 5]], dim=1)
-    plain = model.generate(ids, **GREEDY)
+    greedy = GREEDY | {"suppress_tokens": [PAD]}  # of ids with padding, an assistant infers a mask
+    plain = model.generate(ids, **greedy)
     assistant = new_model(torch.float64, seed=1)
     assistant.model.load_state_dict(model.model.state_dict())  # the same body under another head
     with torch.no_grad():
@@ -183,7 +195,7 @@ def test_lookup_and_assistants_are_greedy(model, seed):
     assistant.generation_config.num_assistant_tokens = 1 + seed % 6
     for options in ({"prompt_lookup_num_tokens": 1 + seed % 7}, {"assistant_model": assistant}):
         for kv_format in ("packed", "float"):
-            assert torch.equal(model.generate(ids, **GREEDY, kv_format=kv_format, **options), plain)
+            assert torch.equal(model.generate(ids, **greedy, kv_format=kv_format, **options), plain)
 
 
 @pytest.mark.parametrize("draft_tokens", [1, 5])

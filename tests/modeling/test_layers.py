@@ -149,12 +149,12 @@ def test_input_rounding_uses_the_tile_width_and_passes_gradients(block_size):
     np.testing.assert_allclose(x.grad, weight.numpy().sum(0).repeat(4).reshape(256, 4).T, atol=1e-10)
 
 
-def test_layers_that_the_release_does_not_round_stay_unrounded():
-    linear = Dsv4Linear(64, 32, rounds_input=False)
+def test_the_layer_that_the_release_does_not_round_stays_unrounded():
+    linear = Dsv4GroupedLinear(64, 32, groups=1)
     weight = _pack(linear, _random(32, 64))
     linear.quantize_activations = True
     x = _random(4, 64, seed=2, dtype=torch.float64)
-    np.testing.assert_allclose(linear(x).detach(), x.numpy() @ weight.numpy().T, atol=1e-12)
+    np.testing.assert_allclose(linear(x[:, None]).detach(), x.numpy() @ weight.numpy().T, atol=1e-12)
 
 
 CASTS = {

@@ -198,7 +198,7 @@ def test_packed_and_float_banks_are_equal_bit_for_bit(expert_dtype, scale_dtype,
     weights, indices = _routing()
     weights = weights.to(torch.promote_types(dtype, torch.float32))
     x, y = (_random(12, HIDDEN, seed=3, dtype=dtype).requires_grad_() for _ in range(2))
-    found, expected = packed(x, weights, indices), bank(y, weights, indices)
+    found, expected = packed(x, indices, weights), bank(y, indices, weights)
     assert found.dtype == torch.promote_types(dtype, torch.float32)
     assert torch.equal(found, expected)
     found.square().sum().backward()
@@ -218,7 +218,7 @@ def test_nothing_unpacked_is_kept_for_the_backward_pass():
             lambda t, shapes=shapes: shapes.add(tuple(t.shape)) or t, lambda t: t
         )
         with hooks:
-            some(_random(12, HIDDEN, seed=3, dtype=torch.float32).requires_grad_(), weights.float(), indices)
+            some(_random(12, HIDDEN, seed=3, dtype=torch.float32).requires_grad_(), indices, weights.float())
         assert bool(shapes & matrices) == keeps, shapes
 
 
@@ -236,14 +236,14 @@ def test_banks_equal_the_oracle(limit, rounds):
             rounding = formats.round_fp8 if rounds else None
             expected[t] += experts.expert(x[t].numpy(), w1, w2, w3, limit, weight, rounding)
     for some in (packed, bank):
-        np.testing.assert_allclose(some(x, weights, indices).detach(), expected, atol=1e-10)
+        np.testing.assert_allclose(some(x, indices, weights).detach(), expected, atol=1e-10)
 
 
 def test_the_routing_weight_comes_before_the_rounding_of_the_down_input():
     packed, _, matrices = _banks(swiglu_limit=100.0)
     packed.quantize_activations = True
     x, e = _random(1, HIDDEN, seed=3), 2
-    found = packed(x, torch.full((1, 1), 0.3, dtype=torch.float64), torch.tensor([[e]]))
+    found = packed(x, torch.tensor([[e]]), torch.full((1, 1), 0.3, dtype=torch.float64))
     w1, w2, w3 = (matrices[e, name] for name in ("gate_proj", "down_proj", "up_proj"))
     inside = experts.expert(x[0].numpy(), w1, w2, w3, 100.0, 0.3, formats.round_fp8)
     outside = 0.3 * experts.expert(x[0].numpy(), w1, w2, w3, 100.0, 1.0, formats.round_fp8)
@@ -257,7 +257,7 @@ def test_only_routed_experts_are_unpacked_and_each_once(monkeypatch):
     monkeypatch.setattr(moe, "dequantize_fp4_rows", lambda w, s, **k: touched.append(w.data_ptr()) or real(w, s, **k))
     weights, indices = _routing()
     indices[:] = torch.tensor([6, 1, 4])
-    packed(_random(12, HIDDEN), weights, indices)
+    packed(_random(12, HIDDEN), indices, weights)
     wanted = [f"{e}.{p}.weight" for e in (1, 4, 6) for p in ("gate_proj", "up_proj", "down_proj")]
     assert sorted(touched) == sorted(packed.host_tensor(name).data_ptr() for name in wanted)
 
@@ -266,12 +266,12 @@ def test_experts_without_tokens_get_no_gradient_and_order_does_not_matter():
     _, bank, _ = _banks(dtype=torch.float64)
     weights, indices = _routing(experts_used=5)
     x = _random(12, HIDDEN)
-    out = bank(x, weights, indices)
+    out = bank(x, indices, weights)
     out.sum().backward()
     assert not bank.gate_up_proj.grad[5:].any() and all(bank.down_proj.grad[e].any() for e in range(5))
-    flipped = bank(x, weights.flip(-1), indices.flip(-1))
+    flipped = bank(x, indices.flip(-1), weights.flip(-1))
     np.testing.assert_allclose(flipped.detach(), out.detach(), atol=1e-14)
-    np.testing.assert_allclose(bank(x[3:4], weights[3:4], indices[3:4]).detach(), out[3:4].detach(), atol=1e-14)
+    np.testing.assert_allclose(bank(x[3:4], indices[3:4], weights[3:4]).detach(), out[3:4].detach(), atol=1e-14)
 
 
 def test_gradient_of_a_bank():
@@ -280,7 +280,7 @@ def test_gradient_of_a_bank():
     bank.down_proj.data.copy_(_random(3, 4, 3, seed=2))
     indices = torch.tensor([[0, 2], [2, 1], [0, 1]])
     args = _random(3, 4, seed=3).requires_grad_(), torch.rand(3, 2, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x, w: bank(x, w, indices), args)
+    assert torch.autograd.gradcheck(lambda x, w: bank(x, indices, w), args)
 
 
 def test_host_tensors_of_a_bank_survive_casts_and_are_checked():
@@ -327,7 +327,7 @@ def test_block_sums_in_float32(monkeypatch):
         parameter.data.copy_(_random(*parameter.shape, seed=20 + i, scale=0.3))
     block = block.bfloat16()
     seen = []
-    monkeypatch.setattr(moe.Dsv4Experts, "forward", lambda self, x, w, i: seen.append(w.dtype) or x.float() * 1.001)
+    monkeypatch.setattr(moe.Dsv4Experts, "forward", lambda self, x, i, w: seen.append(w.dtype) or x.float() * 1.001)
     x = _random(1, 3, HIDDEN, dtype=torch.bfloat16)
     found = block(x)
     expected = (x[0].float() * 1.001 + block.shared_experts(x[0]).float()).bfloat16()

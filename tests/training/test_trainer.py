@@ -277,7 +277,7 @@ def test_fsdp2_training_equals_one_process():
             assert (result[name] - p.detach()).abs().max() < 1e-5, name
 
 
-def pretend_accelerator_fsdp2():
+def pretend_accelerator_fsdp2(layer="Layer"):
     """Accelerate starts FSDP for accelerators only: tell its shared state that this CPU process is one of FSDP2."""
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState, PartialState
@@ -286,7 +286,7 @@ def pretend_accelerator_fsdp2():
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["Layer"],
+        transformer_cls_names_to_wrap=[layer],
         cpu_ram_efficient_loading=False,
         reshard_after_forward=True,
         state_dict_type="SHARDED_STATE_DICT",
