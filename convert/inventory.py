@@ -112,13 +112,12 @@ def _rows(config: Dsv41Config | Dsv4Config, formats: Formats) -> Iterator[Row]:
         yield from _sources(prefix, text, layer, formats)
     yield from _plain("norm", text.hidden_size)
     yield from _plain("lm_head", text.vocab_size, text.hidden_size)
-    if text.single_pass_hc:
-        for stage in range(text.num_nextn_predict_layers):
-            yield from _draft_stage(f"mtp.{stage}.", text, stage, formats)
-    else:
+    if not text.single_pass_hc:
         yield from _collapse("", text)
         if text.has_mtp:
             yield from _mtp_layer("mtp.0.", text, formats)
+    for stage in range(text.draft_stages):
+        yield from _draft_stage(f"mtp.{stage}.", text, stage, formats)
     if text.engram_layer_ids:
         for layer, rows in zip(text.engram_layer_ids, text.engram_num_embeddings, strict=True):
             yield from _engram(f"layers.{layer}.engram.", text, rows, formats)
@@ -237,11 +236,14 @@ def _mtp_layer(prefix: str, text, formats: Formats) -> Iterator[Row]:
 def _draft_stage(prefix: str, text, stage: int, formats: Formats) -> Iterator[Row]:
     """A DSpark block; the first stage reads the backbone, the last one has the heads."""
     hidden, rank = text.hidden_size, text.dspark_markov_rank
-    yield from _block(prefix, text, text.dspark_n_routed_experts, formats, text.num_hidden_layers + stage)
+    layer = text.num_hidden_layers + stage
+    yield from _block(prefix, text, text.experts_of(layer)[0], formats, layer)
     if stage == 0:
         yield from _fp8_tiles(prefix + "main_proj", hidden, hidden * len(text.dspark_target_layer_ids), formats)
         yield from _plain(prefix + "main_norm", hidden)
-    if stage == text.num_nextn_predict_layers - 1:
+    if stage == text.draft_stages - 1:
+        if not text.single_pass_hc:
+            yield from _collapse(prefix, text)
         yield from _plain(prefix + "norm", hidden)
         yield from _plain(prefix + "markov_head.embed", text.vocab_size, rank)
         yield from _plain(prefix + "markov_head.head", text.vocab_size, rank)

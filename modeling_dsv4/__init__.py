@@ -13,6 +13,7 @@ from transformers import (
 from .cache import Dsv4Cache
 from .configuration_deepseek_v4 import Dsv4Config
 from .configuration_deepseek_v41 import Dsv41Config, Dsv41TextConfig, Dsv41VisionConfig
+from .draft_scheduler import DSparkScheduler
 from .modeling_deepseek_v4 import Dsv4ForCausalLM, Dsv4Model
 from .modeling_deepseek_v41 import (
     Dsv41ForCausalLM,
@@ -32,6 +33,7 @@ if "processing_dsv4" in sys.modules:
     sys.modules["processing_dsv4"].register()
 
 __all__ = [
+    "DSparkScheduler",
     "Dsv4Cache",
     "Dsv4Config",
     "Dsv4ForCausalLM",

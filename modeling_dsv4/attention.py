@@ -325,13 +325,8 @@ class Dsv4Attention(nn.Module):
         if not context.pooled:
             state = self.pool(x, state, context, cache)
         table, codecs = context.tables[self.rope], cache_codecs(self.config)
-        q_latent = self.q_a_norm(self.q_a_proj(x))
-        queries = self.q_b_proj(q_latent).unflatten(-1, (self.heads, self.head_dim))
-        if self.config.normalizes_query_heads:
-            # Every step is in the dtype of the queries, unlike a norm's (contract spec_v4 item 3).
-            queries = unit_rms(queries, self.config.rms_norm_eps)
-        queries = rotate(queries, table)
-        window = rotate(self.kv_norm(self.kv_proj(x)), table)
+        q_latent, queries = self.make_queries(x, table)
+        window = self.make_window(x, table)
         if cache is None:
             window = codecs["window"].rounded(window)
         else:
@@ -346,8 +341,25 @@ class Dsv4Attention(nn.Module):
             state = state._replace(
                 divergence=divergence if state.divergence is None else state.divergence + divergence
             )
+        return self.project(out, table), state
+
+    def make_queries(self, x: torch.Tensor, table: tuple) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the query latents `[B, S, q_lora_rank]` and the rotated queries `[B, S, heads, D]` of `x` `[B, S, H]`."""
+        q_latent = self.q_a_norm(self.q_a_proj(x))
+        queries = self.q_b_proj(q_latent).unflatten(-1, (self.heads, self.head_dim))
+        if self.config.normalizes_query_heads:
+            # Every step is in the dtype of the queries, unlike a norm's (contract spec_v4 item 3).
+            queries = unit_rms(queries, self.config.rms_norm_eps)
+        return q_latent, rotate(queries, table)
+
+    def make_window(self, x: torch.Tensor, table: tuple) -> torch.Tensor:
+        """Return the rotated window entries `[B, S, D]` of `x` `[B, S, H]`, not rounded yet."""
+        return rotate(self.kv_norm(self.kv_proj(x)), table)
+
+    def project(self, out: torch.Tensor, table: tuple) -> torch.Tensor:
+        """Turn the heads' outputs `[B, S, heads, D]` back and project them to `[B, S, H]`."""
         out = rotate(out, table, inverse=True).flatten(-2).unflatten(-1, (self.groups, -1))
-        return self.o_b_proj(self.o_a_proj(out)), state
+        return self.o_b_proj(self.o_a_proj(out))
 
     def pool(
         self, x: torch.Tensor, state: SharedState, context: LayerContext, cache: Dsv4CacheLayer | None = None

@@ -140,12 +140,15 @@ class Dsv4Cache(Cache):
             store = SourceStore(text, layer, rollback, codecs, max_length) if mode == "full" else None
             layers.append(Dsv4CacheLayer(self, window, store))
         super().__init__(layers=layers)
+        # What a drafter keeps of the last tokens (contract section 12); empty until a model that has one fills it.
+        kinds = [(size, codecs["window"] if of_window else UNROUNDED) for size, of_window in text.draft_rings]
+        self.draft = [TokenRing(size + rollback, codec) for size, codec in kinds]
         reach = text.engram_max_ngram_size - 1 if text.engram_layer_ids else 0
         self.ngram_ids = TokenRing(reach + rollback, UNROUNDED) if text.engram_layer_ids else None
         # What a saved cache must share with the configuration that reads it.
         ratios = [layer.store.ratio if layer.store else 0 for layer in self.layers]
         widths = [text.sliding_window, text.head_dim, text.qk_rope_head_dim, text.index_head_dim, reach]
-        self._schedule = [ratios, *widths, text.cache_formats, text.cache_rounding]
+        self._schedule = [ratios, *widths, text.cache_formats, text.cache_rounding, len(self.draft)]
         self._clear()
 
     def _clear(self) -> None:
@@ -160,7 +163,7 @@ class Dsv4Cache(Cache):
     @property
     def _parts(self) -> list:
         parts = [part for layer in self.layers for part in layer.parts]
-        return parts if self.ngram_ids is None else [*parts, self.ngram_ids]
+        return [*parts, *([] if self.ngram_ids is None else [self.ngram_ids]), *self.draft]
 
     # ---- used by the model ------------------------------------------------------------------------------------------
 
@@ -293,6 +296,21 @@ class Dsv4Cache(Cache):
         mask = mask[:, : self.columns]
         self.column_mask = None if bool(mask.all()) else mask
 
+    def align_columns(self, column_mask: torch.Tensor) -> None:
+        r"""Say anew in which columns the tokens lie; a token's entries do not depend on its column.
+
+        Args:
+            column_mask (`torch.Tensor` of shape `[B, columns]`, bool): real columns, as many in a row as it has tokens.
+
+        Raises:
+            ValueError: if a row has another number of tokens.
+        """
+        counts = column_mask.sum(-1).to(self.lengths)
+        if not torch.equal(counts, self.lengths):
+            raise ValueError(f"column_mask has {counts.tolist()} real columns; accepted: {self.lengths.tolist()}.")
+        self.columns = column_mask.shape[1]
+        self.column_mask = None if bool(column_mask.all()) else column_mask
+
     def _drop(self, dropped: torch.Tensor) -> None:
         """Drop `dropped` `[B]` real tokens of each row from every part, and trim rings to their size."""
         most = int(dropped.max())
@@ -369,6 +387,7 @@ class Dsv4Cache(Cache):
                     sizes["index"] += layer.store.index_keys.nbytes(used)
                 for group in (layer.store.open_group, layer.store.open_index_group):
                     sizes["state"] += 0 if group is None else group.nbytes(longest)
+        sizes["draft"] = sum(ring.nbytes(longest) for ring in self.draft)
         sizes["state"] += 0 if self.ngram_ids is None else self.ngram_ids.nbytes(longest)
         sizes["state"] += sum(getattr(self, name).nbytes for name in STATE if getattr(self, name) is not None)
         return sizes

@@ -170,6 +170,10 @@ class TokenRing(_Storage):
             self.parts = tuple(part[:, part.shape[1] - kept :].clone() for part in merged)
         return torch.cat([self.codec.decode(past, x.dtype), self.codec.rounded(x)], dim=1)
 
+    def last(self, count: int) -> torch.Tensor:
+        """Return the last `count` (at most `size`) values of each row, `[B, count, ...]`, as they were stored."""
+        return self.codec.decode(self._last(count), self.dtype)
+
     def _last(self, count: int) -> tuple[torch.Tensor, ...]:
         return tuple(part[:, -count:] if count else part[:, :0] for part in self.parts)
 

@@ -101,6 +101,15 @@ def check_key(owner: str, key: str, value: Any, accepted: str, ok: bool) -> None
         raise ValueError(f"{owner}.{key} is {value!r}; accepted: {accepted}.")
 
 
+def check_drafter(use_mtp: bool, config) -> None:
+    """Raise a `ValueError` if a drafter is asked for (`use_mtp=True`) that a text configuration does not have."""
+    if use_mtp and not config.draft_rings:
+        raise ValueError(
+            "use_mtp is True, but the checkpoint has no drafter (num_nextn_predict_layers is "
+            f"{config.num_nextn_predict_layers}); accepted: False."
+        )
+
+
 class ReleasedConfig(PreTrainedConfig):
     """Common part: validation by table, and writing of exactly the released keys plus what the user changed.
 
@@ -304,6 +313,20 @@ class DecoderConfig(ReleasedConfig):
     def ratio(self, layer: int) -> int:
         """Tokens of one compressed entry of `layer`, 0 for a window-only layer."""
         return self.compress_ratios[layer] if layer < self.num_hidden_layers else 0
+
+    def experts_of(self, layer: int) -> tuple[int, int]:
+        """Routed experts of `layer`, and how many of them serve a token."""
+        return self.n_routed_experts, self.num_experts_per_tok
+
+    @property
+    def draft_stages(self) -> int:
+        """Blocks of the DSpark drafter, 0 without one."""
+        return 0
+
+    @property
+    def draft_rings(self) -> list[tuple[int, bool]]:
+        """What a drafter keeps of past tokens: (tokens, whether the values are window entries) of each ring."""
+        return [(self.sliding_window, True)] if self.draft_stages else []
 
     def selects(self, layer: int) -> bool:
         """Whether `layer` has an indexer."""

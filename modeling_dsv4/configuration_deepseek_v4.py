@@ -22,6 +22,8 @@ from .configuration_common import (
 RELEASED_ARCHITECTURE = "DeepseekV4ForCausalLM"
 # Ratio of the overlapping, indexed compression (CSA); larger ratios are attended densely (HCA).
 CSA_RATIO = 4
+# What the -0731 build adds for its drafter, whose stages have the backbone's experts.
+DSPARK_KEYS = ("dspark_block_size", "dspark_noise_token_id", "dspark_target_layer_ids", "dspark_markov_rank")
 LAYER_TYPE_RATES = {
     "sliding_attention": 0,
     "compressed_sparse_attention": 4,
@@ -165,6 +167,17 @@ class Dsv4Config(DecoderConfig):
         """Whether the checkpoint's `mtp.0` is the next-next-token layer; builds with DSpark keep a drafter there."""
         return self.num_nextn_predict_layers > 0 and not hasattr(self, "dspark_block_size")
 
+    @property
+    def draft_stages(self) -> int:
+        """Blocks of the DSpark drafter (-0731), 0 without one: the ratios beyond the backbone's."""
+        has_dspark = self.num_nextn_predict_layers > 0 and hasattr(self, "dspark_block_size")
+        return len(self.compress_ratios) - self.num_hidden_layers if has_dspark else 0
+
+    @property
+    def draft_rings(self) -> list[tuple[int, bool]]:
+        """The MTP layer keeps its window, and the streams of the last token, whose next one is not known yet."""
+        return [(self.sliding_window - 1, True), (1, False)] if self.has_mtp else super().draft_rings
+
     def check(self) -> None:
         depth = self.num_hidden_layers
         accepted = f"{depth} entries or more (further ones, of draft stages, are 0)"
@@ -174,12 +187,17 @@ class Dsv4Config(DecoderConfig):
         super().check()
         check_key(self.model_type, "num_hash_layers", self.num_hash_layers, f"at most {depth}",
                   self.num_hash_layers <= depth)  # fmt: skip
+        for key in DSPARK_KEYS if self.draft_stages else ():
+            check_key(
+                self.model_type, key, getattr(self, key, None), "a value, as in builds with DSpark", hasattr(self, key)
+            )
         size = self.index_head_dim
         check_key(
             self.model_type, "index_head_dim", size, "a power of two (Hadamard rotation)", size & (size - 1) == 0
         )
-        check_key(self.model_type, "num_nextn_predict_layers", self.num_nextn_predict_layers, "0 or 1",
-                  self.num_nextn_predict_layers <= 1)  # fmt: skip
+        most = max(1, self.draft_stages)
+        check_key(self.model_type, "num_nextn_predict_layers", self.num_nextn_predict_layers, f"{'0 or' if most == 1 else '0 to'} {most}",
+                  self.num_nextn_predict_layers <= most)  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
         output = super().to_dict()

@@ -207,6 +207,17 @@ class Dsv41TextConfig(DecoderConfig):
         """Whether `layer` makes the candidate pool."""
         return layer == self.candidate_source_layer_id
 
+    def experts_of(self, layer: int) -> tuple[int, int]:
+        """Routed experts of `layer`, and how many of them serve a token; draft stages have fewer (contract section 12)."""
+        if layer < self.num_hidden_layers:
+            return super().experts_of(layer)
+        return self.dspark_n_routed_experts, self.dspark_num_experts_per_tok
+
+    @property
+    def draft_stages(self) -> int:
+        """Blocks of the DSpark drafter, 0 without one."""
+        return self.num_nextn_predict_layers
+
     @property
     def replay_cut(self) -> int | None:
         """First decoder layer, the last that makes global entries (report section 2.2), or `None` without one."""

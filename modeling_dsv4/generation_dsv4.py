@@ -11,11 +11,12 @@ from transformers import GenerationMixin
 
 from .cache import KV_FORMATS, Dsv4Cache, check_cache
 from .decoder_replay import check_replay
+from .draft_generation import Dsv4DraftMixin, check_draft_options
 
 OPTIONS = {"kv_format": "packed", "decoder_replay": "exact", "use_mtp": False}
 
 
-class Dsv4GenerationMixin(GenerationMixin):
+class Dsv4GenerationMixin(Dsv4DraftMixin, GenerationMixin):
     """`GenerationMixin` whose caches are `Dsv4Cache`."""
 
     def set_generation_options(self) -> None:
@@ -27,11 +28,12 @@ class Dsv4GenerationMixin(GenerationMixin):
         # A config marked as derived from the model config drops unknown keys when it is read back.
         config._from_model_config = False
 
-    def adjust_generation_fn(self, *args, **kwargs):
+    def adjust_generation_fn(self, *args, use_mtp=False, **kwargs):
+        # `from_pretrained(use_mtp=True)` loads the drafter; whether a call drafts is said to `generate`.
         super().adjust_generation_fn(*args, **kwargs)
         self.set_generation_options()
 
-    def _prepare_generation_config(self, generation_config, **kwargs):
+    def _prepare_generation_config(self, generation_config, draft_scheduler=None, **kwargs):
         self.set_generation_options()
         prepared = super()._prepare_generation_config(generation_config, **kwargs)
         config = prepared[0]
@@ -41,8 +43,13 @@ class Dsv4GenerationMixin(GenerationMixin):
         if config.kv_format not in KV_FORMATS:
             raise ValueError(f"kv_format is {config.kv_format!r}; accepted: {KV_FORMATS}.")
         check_replay(config.decoder_replay)
+        config._draft_scheduler = draft_scheduler
         if config.use_mtp:
-            raise ValueError("use_mtp is True; accepted: False. This version of the package does not draft yet.")
+            check_draft_options(config)
+            if self.drafter is None:
+                self.load_drafter()
+        elif draft_scheduler is not None:
+            raise ValueError("draft_scheduler is given with use_mtp=False; accepted: use_mtp=True.")
         if "image" in self.input_modalities and self.config.image_token_id is not None:
             # An image token stands for an embedding that only an image has: it can be read, never written.
             config.suppress_tokens = [*(config.suppress_tokens or []), self.config.image_token_id]
@@ -50,7 +57,15 @@ class Dsv4GenerationMixin(GenerationMixin):
 
     # transformers looks for `inputs_embeds` in this signature.
     def prepare_inputs_for_generation(self, input_ids, *args, inputs_embeds=None, **kwargs):
-        """Keep the token ids beside prompt embeddings: n-grams and image positions are read from them."""
+        """Keep the token ids beside prompt embeddings: n-grams and image positions are read from them.
+
+        Whole sequences are cut to what the cache has not seen, which transformers' assisted decoding leaves out.
+        """
+        cache, mask = kwargs.get("cache"), kwargs.get("attention_mask")
+        whole = mask is not None and mask.ndim == 2 and mask.shape[1] == input_ids.shape[1]
+        if whole and cache is not None and inputs_embeds is None and kwargs.get("next_sequence_length") is None:
+            if 0 < cache.get_seq_length() < input_ids.shape[1]:
+                kwargs["next_sequence_length"] = input_ids.shape[1] - cache.get_seq_length()
         inputs = super().prepare_inputs_for_generation(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
         embeds = inputs.get("inputs_embeds")
         if embeds is not None and inputs.get("input_ids") is None and input_ids.shape[1] >= embeds.shape[1]:

@@ -10,6 +10,7 @@ Sources: V4.1 report section 2, V4 report section 2, contract sections 4 and spe
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -28,17 +29,21 @@ from .cache import Dsv4Cache, check_cache
 from .capture import OutputCapture
 from .decoder import Dsv4DecoderLayer, StreamState
 from .decoder_replay import DecoderReplay, check_replay
+from .draft_losses import DraftBatch, DraftLosses, DraftTraining, detached, draft_losses, sample_anchors
+from .dspark import Dsv4DSpark
 from .engram import Dsv4EngramMemory, Dsv4PackedEngramTable
 from .engram_reads import EngramStatistics, begin_reads
 from .host_tensors import host_modules
 from .hyper_connections import Dsv4HyperConnection, Dsv4HyperHead, collapse_streams, first_pre
 from .layers import Dsv4GroupedLinear, Dsv4Head, Dsv4RMSNorm
 from .moe import Dsv4Experts, Dsv4TopKRouter, balanced_token_experts
+from .mtp import Dsv4Mtp
 from .ngram_hash import Dsv4NgramHash, build_token_map
 from .quantization import PACKED_DTYPES
 from .released_loading import ReleasedCheckpointMixin
 from .rotary import rotary_frequencies, rotary_table
 from .sequence_layout import SequenceLayout, follows_layout, read_attention_mask
+from .sparse_attention import wide
 
 logger = logging.get_logger(__name__)
 
@@ -58,12 +63,14 @@ class Dsv4ModelOutput(MoeModelOutputWithPast):
         selections (`{layer: [B, S, index_topk] int64}`, *optional*): compressed positions, -1 = none, of every layer that
             selects.
         streams (`[B, S, N, H]`, *optional*): residual streams after the last layer, before they are collapsed.
+        draft_features (`[B, S, targets * H]`, *optional*): what the DSpark drafter reads of the backbone.
         balance (`[B, S]`, *optional*): `sequence_balance` of each position's sequence, summed over the layers.
         divergence (`[B, S]`, *optional*): `indexer_divergence` of each position, summed over the layers that select.
     """
 
     selections: dict[int, torch.Tensor] | None = None
     streams: torch.Tensor | None = None
+    draft_features: torch.Tensor | None = None
     balance: torch.Tensor | None = None
     divergence: torch.Tensor | None = None
 
@@ -73,13 +80,16 @@ class Dsv4CausalLMOutput(MoeCausalLMOutputWithPast):
     r"""Output of the language models: `loss`, `logits` `[B, S, V]` float32, and the fields of `Dsv4ModelOutput`.
 
     In training, before their weights: `aux_loss`, the sequence-wise balance loss, `indexer_loss`, the divergence of the
-    indexers from the attention of their layers, and `mtp_loss` (V4), the loss of the token after the next one. `loss_parts`: what each part adds to `loss`, detached.
+    indexers from the attention of their layers, `mtp_loss` (V4), the loss of the token after the next one, and
+    `draft_losses` (`DraftLosses`) of a DSpark drafter. `loss_parts`: what each part adds to `loss`, detached.
     """
 
     selections: dict[int, torch.Tensor] | None = None
     streams: torch.Tensor | None = None
+    draft_features: torch.Tensor | None = None
     indexer_loss: torch.Tensor | None = None
     mtp_loss: torch.Tensor | None = None
+    draft_losses: DraftLosses | None = None
     loss_parts: dict[str, torch.Tensor] | None = None
 
     def add_loss(self, name: str, part: torch.Tensor, weight: float = 1.0) -> None:
@@ -94,7 +104,7 @@ class Dsv4PreTrainedModel(ReleasedCheckpointMixin, PreTrainedModel):
 
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["Dsv4DecoderLayer"]
+    _no_split_modules = ["Dsv4DecoderLayer", "Dsv4DSparkStage", "Dsv4MtpLayer"]
     # Sinks, a selection per query and heads of 512 channels are beyond the generic attention backends.
     _supports_sdpa = False
     _supports_flash_attn = False
@@ -268,6 +278,7 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
         output_router_logits: bool | None = None,
         output_selections: bool | None = None,
         output_streams: bool = False,
+        output_draft_features: bool = False,
         logits_to_keep: int | torch.Tensor = 0,
         output_balance: bool = False,
         output_divergence: bool = False,
@@ -285,8 +296,8 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
             inputs_embeds (`[B, S, H]`, *optional*): used instead of the embeddings of `input_ids`.
             use_cache (`bool`, *optional*): make a cache if none is given; defaults to the config, and to `False` in
                 training mode while gradients are recorded.
-            output_hidden_states, output_router_logits, output_selections, output_streams, output_balance,
-                output_divergence (`bool`, *optional*): see `Dsv4ModelOutput`.
+            output_hidden_states, output_router_logits, output_selections, output_streams, output_draft_features,
+                output_balance, output_divergence (`bool`, *optional*): see `Dsv4ModelOutput`.
             logits_to_keep (`int` or index tensor, *optional*, defaults to 0): last columns whose final state will be
                 read, 0 = all; "exact" and "bounded" return zeros for the columns that they leave out.
             decoder_replay (`str`, *optional*, defaults to `"full"`): "full" runs every layer on every token; "exact" gives
@@ -297,7 +308,7 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
             ValueError: for inputs that contradict each other, the cache or the model.
         """
         text = self.config.get_text_config()
-        self._check_inputs(input_ids, inputs_embeds, cache, kwargs)
+        self._check_inputs(input_ids, inputs_embeds, cache, kwargs | {"output_draft_features": output_draft_features})
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         if output_router_logits is None:
@@ -305,7 +316,9 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
         wanted = output_hidden_states, output_router_logits, output_selections
         embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         layout, valid = self._layout(attention_mask, position_ids, cache, embeds)
-        of_all = (*wanted, output_streams, output_balance, output_divergence, layout.is_packed)
+        of_all = (
+            *wanted, output_streams, output_draft_features, output_balance, output_divergence, layout.is_packed,
+        )  # fmt: skip
         keep = layout.columns if any(of_all) else _columns_read(logits_to_keep, layout.columns)
         check_replay(decoder_replay, keep=keep, columns=layout.columns, window=text.sliding_window)
         if cache is None and self._wants_cache(use_cache, layout):
@@ -318,8 +331,12 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
         streams = layout.shift(embeds).unsqueeze(2).expand(-1, -1, text.hc_mult, -1)
         flow = StreamState(streams.contiguous(), first_pre(streams), SharedState())
         capture = OutputCapture(text, layout, *wanted, embeddings=embeds, balance=output_balance)
+        features = []
         for index, layer in enumerate(self.layers):
             flow, context = replay.enter(index, flow)
+            if index in self._draft_layers(output_draft_features or cache is not None):
+                means = wide(flow.streams).mean(2).to(flow.streams.dtype)
+                features.append(context.layout.take_tail(means, replay.layout))
             with capture.watching(layer, flow):
                 flow = layer(flow, context, rows.get(index), None if cache is None else cache.layers[index])
             capture.add_selection(index, flow)
@@ -327,13 +344,33 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
         hidden = self.norm(collapse_streams(flow.streams, pre.to(flow.streams.device)))
         hidden = layout.unshift(layout.put_tail(hidden, replay.layout))
         if cache is not None:
+            self._feed_drafter(features, flow.streams, layout.shift(embeds), layout, replay.layout, cache)
             cache.advance(layout, valid, replay.window_floor)
         fields = capture.fields(hidden)
         if output_streams:
             fields["streams"] = layout.unshift(flow.streams)
+        if output_draft_features:
+            fields["draft_features"] = layout.unshift(torch.cat(features, dim=-1))
         if flow.shared.divergence is not None:
             fields["divergence"] = layout.unshift(flow.shared.divergence)
         return Dsv4ModelOutput(last_hidden_state=hidden, cache=cache, **fields)
+
+    @property
+    def drafter(self) -> Dsv4DSpark | Dsv4Mtp | None:
+        """The drafter, if the model was made or loaded with one."""
+        return getattr(self, "mtp", None)
+
+    def _draft_layers(self, wanted: bool) -> list[int]:
+        """Layers whose entering streams the drafter reads."""
+        return self.drafter.target_layers if wanted and self.drafter is not None else []
+
+    def _feed_drafter(self, features, streams, embeds, layout, last_layout, cache) -> None:
+        """Let the drafter keep what it needs of the tokens that the last layer computed, if it saw all before them."""
+        if self.drafter is None or not cache.draft:
+            return
+        if cache.draft[0].parts is not None or not bool(layout.past.any()):
+            with torch.no_grad():
+                self.drafter.observe(features, streams, layout.take_tail(embeds, last_layout), last_layout, cache)
 
     @property
     def _checkpoints(self) -> bool:
@@ -368,6 +405,8 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
             raise ValueError(
                 "cache is given while gradients are checkpointed, which would fill it twice; accepted: None."
             )
+        if kwargs.get("output_draft_features") and (self.drafter is None or not self.drafter.target_layers):
+            raise ValueError("output_draft_features is True for a model without a DSpark drafter; accepted: False.")
 
     def _layout(self, attention_mask, position_ids, cache, embeds) -> tuple[SequenceLayout, torch.Tensor | None]:
         """Return the layout of the call and the mask of its columns before shifting (`None`: all real)."""
@@ -416,6 +455,32 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
 class CausalHead:
     """Logits and loss on top of a model's output, for the classes with a head."""
 
+    draft_training: DraftTraining | None = None
+
+    @contextmanager
+    def _backbone_forward(self, labels):
+        """Run the backbone as the training of a drafter wants it: yields arguments, records no gradient if it is frozen."""
+        trains_drafter = self.draft_training is not None and self.training and labels is not None
+        frozen = trains_drafter and self.draft_training.stage == "frozen"
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
+            yield {"output_draft_features": True} if trains_drafter else {}
+
+    def _add_draft_losses(self, result, input_ids, labels, attention_mask, position_ids, num_items_in_batch):
+        """Add the losses of the drafter, if it is trained, to a result; with a frozen backbone they are all its loss."""
+        settings = self.draft_training
+        if settings is None or not self.training or labels is None:
+            return result
+        if input_ids is None:
+            raise ValueError("input_ids is None while a drafter is trained; accepted: the ids of inputs_embeds.")
+        batch = DraftBatch.make(input_ids, labels, attention_mask, position_ids)
+        shared = detached(self.get_input_embeddings()), detached(self.lm_head)
+        inputs = result.draft_features, result.logits.detach(), batch, sample_anchors(batch, settings.anchors)
+        result.draft_losses = draft_losses(self.drafter, *shared, *inputs, num_items_in_batch)
+        if settings.stage == "frozen":
+            result.loss, result.loss_parts = None, None
+        result.add_loss("draft", settings.total(result.draft_losses))
+        return result
+
     def _put_head_on(self, model: nn.Module) -> None:
         """Finish a class: its model, the prediction head, initial weights, and the options of `generate`."""
         text = self.config.get_text_config()
@@ -454,6 +519,7 @@ class CausalHead:
             router_logits=outputs.router_logits,
             selections=outputs.selections,
             streams=outputs.streams,
+            draft_features=outputs.draft_features,
         )
         if labels is None and shift_labels is None:
             return result

@@ -7,30 +7,50 @@ Sources: V4 report section 2, contract spec_v4.
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import nn
 from transformers.utils import can_return_tuple
 from transformers.utils.deprecation import deprecate_kwarg
 
 from .cache import Dsv4Cache
+from .configuration_common import check_drafter
 from .configuration_deepseek_v4 import Dsv4Config
+from .drafter_loading import LoadsDrafter
+from .dspark import Dsv4DSpark
 from .generation_dsv4 import Dsv4GenerationMixin
 from .language_model import CausalHead, Dsv4CausalLMOutput, Dsv4LanguageModel, Dsv4PreTrainedModel
-from .mtp import Dsv4MtpLayer
+from .mtp import Dsv4Mtp
 from .released_loading import register_models
 from .weight_names import WeightNames
 
 
+def _without_drafter(config: Dsv4Config, use_mtp: bool) -> Dsv4Config:
+    """Return the config of a model that leaves a DSpark drafter on disk: what it saves must say so."""
+    check_drafter(use_mtp, config)
+    if config.draft_stages and not use_mtp:
+        config = copy.deepcopy(config)
+        config.num_nextn_predict_layers = 0
+        config.compress_ratios = config.compress_ratios[: config.num_hidden_layers]
+    return config
+
+
 class Dsv4Model(Dsv4LanguageModel):
-    """Language model of DeepSeek-V4 without a head; `mtp` predicts the token after the next one."""
+    """Language model of DeepSeek-V4 without a head; `mtp` predicts the token after the next one.
+
+    The -0731 build has a DSpark drafter instead, which `use_mtp=True` asks for.
+    """
 
     config_class = Dsv4Config
     weight_names = WeightNames("")
 
-    def __init__(self, config: Dsv4Config):
-        super().__init__(config)
-        if config.has_mtp:
-            self.mtp = nn.ModuleList([Dsv4MtpLayer(config)])
+    def __init__(self, config: Dsv4Config, use_mtp: bool = False):
+        super().__init__(_without_drafter(config, use_mtp))
+        if self.config.has_mtp:
+            self.mtp = Dsv4Mtp(self.config)
+        elif use_mtp:
+            self.mtp = Dsv4DSpark(self.config)
         self.post_init()
 
     def predict_after_next(
@@ -57,15 +77,15 @@ class Dsv4Model(Dsv4LanguageModel):
         return layout.unshift(self.mtp[0].predict(layout.shift(streams), embeds, context))[:, :-1]
 
 
-class Dsv4ForCausalLM(CausalHead, Dsv4PreTrainedModel, Dsv4GenerationMixin):
+class Dsv4ForCausalLM(LoadsDrafter, CausalHead, Dsv4PreTrainedModel, Dsv4GenerationMixin):
     """DeepSeek-V4 with its prediction head."""
 
     config_class = Dsv4Config
     weight_names = WeightNames("model.")
 
-    def __init__(self, config: Dsv4Config):
-        super().__init__(config)
-        self._put_head_on(Dsv4Model(config))
+    def __init__(self, config: Dsv4Config, use_mtp: bool = False):
+        super().__init__(_without_drafter(config, use_mtp))
+        self._put_head_on(Dsv4Model(self.config, use_mtp))
 
     @can_return_tuple
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
@@ -97,27 +117,30 @@ class Dsv4ForCausalLM(CausalHead, Dsv4PreTrainedModel, Dsv4GenerationMixin):
         if with_mtp:
             self._check_mtp(input_ids, cache)
         with_streams = with_mtp or kwargs.get("output_streams", False)
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            cache=cache,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            logits_to_keep=logits_to_keep,
-            **(
-                kwargs
-                | {"return_dict": True, "output_streams": with_streams}
-                | self._loss_inputs(labels, shift_labels)
-            ),
-        )
-        result = self._add_head(outputs, next_labels, logits_to_keep, num_items_in_batch, shift_labels)
+        with self._backbone_forward(labels) as extra:
+            outputs = self.model(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                cache=cache,
+                inputs_embeds=inputs_embeds,
+                use_cache=use_cache,
+                logits_to_keep=logits_to_keep,
+                **(
+                    kwargs
+                    | extra
+                    | {"return_dict": True, "output_streams": with_streams}
+                    | self._loss_inputs(labels, shift_labels)
+                ),
+            )
+            result = self._add_head(outputs, next_labels, logits_to_keep, num_items_in_batch, shift_labels)
         if with_mtp:
             targets = self._mtp_targets(labels, shift_labels, position_ids)
             inputs = outputs.streams, input_ids, attention_mask, position_ids
             result.mtp_loss = self._mtp_loss(inputs, targets, num_items_in_batch)
             result.add_loss("mtp", result.mtp_loss, self.config.mtp_loss_weight)
-        return result
+        given = input_ids, next_labels, attention_mask, position_ids, num_items_in_batch
+        return self._add_draft_losses(result, *given)
 
     @staticmethod
     def _check_mtp(input_ids, cache) -> None:

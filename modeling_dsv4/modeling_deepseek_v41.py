@@ -15,7 +15,10 @@ from transformers.utils import can_return_tuple
 from transformers.utils.deprecation import deprecate_kwarg
 
 from .cache import Dsv4Cache
+from .configuration_common import check_drafter
 from .configuration_deepseek_v41 import Dsv41Config
+from .drafter_loading import LoadsDrafter
+from .dspark import Dsv4DSpark
 from .generation_dsv4 import Dsv4GenerationMixin
 from .language_model import CausalHead, Dsv4CausalLMOutput, Dsv4LanguageModel, Dsv4ModelOutput, Dsv4PreTrainedModel
 from .released_loading import register_models
@@ -28,15 +31,16 @@ def _composite(config) -> Dsv41Config:
     return config if hasattr(config, "text_config") else Dsv41Config(text_config=config)
 
 
-def _without_absent_parts(config, has_vision: bool) -> Dsv41Config:
-    """Return the config of a class that has no drafts, and maybe no vision tower: what it saves must say so.
+def _without_absent_parts(config, has_vision: bool, use_mtp: bool) -> Dsv41Config:
+    """Return the config of a class that may have no drafter and no vision tower: what it saves must say so.
 
     The text config of the result is shared with `config` where nothing in it changes, so that a setting made on a model
     reaches its parts.
     """
     config = _composite(config)
     text = config.text_config
-    if text.num_nextn_predict_layers:
+    check_drafter(use_mtp, text)
+    if text.num_nextn_predict_layers and not use_mtp:
         config, text = copy.copy(config), copy.deepcopy(text)
         text.num_nextn_predict_layers = 0
         text.compress_ratios = text.compress_ratios[: text.num_hidden_layers]
@@ -48,13 +52,15 @@ def _without_absent_parts(config, has_vision: bool) -> Dsv41Config:
 
 
 class Dsv41TextModel(Dsv4LanguageModel):
-    """Language model of DeepSeek-V4.1 without a head."""
+    """Language model of DeepSeek-V4.1 without a head; with `use_mtp=True` it has the DSpark drafter as `mtp`."""
 
     config_class = Dsv41Config
     weight_names = WeightNames("")
 
-    def __init__(self, config: Dsv41Config):
-        super().__init__(_without_absent_parts(config, has_vision=False))
+    def __init__(self, config: Dsv41Config, use_mtp: bool = False):
+        super().__init__(_without_absent_parts(config, False, use_mtp))
+        if use_mtp:
+            self.mtp = Dsv4DSpark(self.config.text_config)
         self.post_init()
 
 
@@ -65,8 +71,8 @@ class Dsv41Model(Dsv4PreTrainedModel):
     weight_names = WeightNames("language_model.", "")
     input_modalities = ("image", "text")
 
-    def __init__(self, config: Dsv41Config):
-        super().__init__(_without_absent_parts(config, has_vision=True))
+    def __init__(self, config: Dsv41Config, use_mtp: bool = False):
+        super().__init__(_without_absent_parts(config, True, use_mtp))
         text, vision = self.config.get_text_config(), self.config.vision_config
         if vision is not None:
             self.vision_tower = Dsv41VisionTower(vision)
@@ -74,7 +80,7 @@ class Dsv41Model(Dsv4PreTrainedModel):
             self.image_start = nn.Parameter(torch.empty(text.hidden_size))
             self.image_newline = nn.Parameter(torch.empty(text.hidden_size))
             self.image_end = nn.Parameter(torch.empty(text.hidden_size))
-        self.language_model = Dsv41TextModel(self.config)
+        self.language_model = Dsv41TextModel(self.config, use_mtp)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -191,15 +197,15 @@ class Dsv41Model(Dsv4PreTrainedModel):
         return embeds.masked_scatter(places[..., None], spans)
 
 
-class Dsv41ForCausalLM(CausalHead, Dsv4PreTrainedModel, Dsv4GenerationMixin):
+class Dsv41ForCausalLM(LoadsDrafter, CausalHead, Dsv4PreTrainedModel, Dsv4GenerationMixin):
     """DeepSeek-V4.1 as a text model: language model and prediction head."""
 
     config_class = Dsv41Config
     weight_names = WeightNames("model.")
 
-    def __init__(self, config: Dsv41Config):
-        super().__init__(_without_absent_parts(config, has_vision=False))
-        self._put_head_on(Dsv41TextModel(self.config))
+    def __init__(self, config: Dsv41Config, use_mtp: bool = False):
+        super().__init__(_without_absent_parts(config, False, use_mtp))
+        self._put_head_on(Dsv41TextModel(self.config, use_mtp))
 
     @can_return_tuple
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
@@ -225,29 +231,32 @@ class Dsv41ForCausalLM(CausalHead, Dsv4PreTrainedModel, Dsv4GenerationMixin):
         """
         shift_labels = kwargs.pop("shift_labels", None)
         next_labels = self._within_documents(labels, position_ids)
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            cache=cache,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            logits_to_keep=logits_to_keep,
-            **(kwargs | {"return_dict": True} | self._loss_inputs(labels, shift_labels)),
-        )
-        return self._add_head(outputs, next_labels, logits_to_keep, num_items_in_batch, shift_labels)
+        with self._backbone_forward(labels) as extra:
+            outputs = self.model(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                cache=cache,
+                inputs_embeds=inputs_embeds,
+                use_cache=use_cache,
+                logits_to_keep=logits_to_keep,
+                **(kwargs | extra | {"return_dict": True} | self._loss_inputs(labels, shift_labels)),
+            )
+            result = self._add_head(outputs, next_labels, logits_to_keep, num_items_in_batch, shift_labels)
+        given = input_ids, next_labels, attention_mask, position_ids, num_items_in_batch
+        return self._add_draft_losses(result, *given)
 
 
-class Dsv41ForConditionalGeneration(CausalHead, Dsv4PreTrainedModel, Dsv4GenerationMixin):
+class Dsv41ForConditionalGeneration(LoadsDrafter, CausalHead, Dsv4PreTrainedModel, Dsv4GenerationMixin):
     """DeepSeek-V4.1 with images: vision tower, projector, language model and prediction head."""
 
     config_class = Dsv41Config
     weight_names = WeightNames("model.language_model.", "model.")
     input_modalities = ("image", "text")
 
-    def __init__(self, config: Dsv41Config):
-        super().__init__(_without_absent_parts(config, has_vision=True))
-        self._put_head_on(Dsv41Model(self.config))
+    def __init__(self, config: Dsv41Config, use_mtp: bool = False):
+        super().__init__(_without_absent_parts(config, True, use_mtp))
+        self._put_head_on(Dsv41Model(self.config, use_mtp))
 
     def get_image_features(self, *args, **kwargs) -> BaseModelOutputWithPooling:
         """Encode images; see `Dsv41Model.get_image_features`."""
@@ -275,21 +284,24 @@ class Dsv41ForConditionalGeneration(CausalHead, Dsv4PreTrainedModel, Dsv4Generat
         r"""Run the model; images as in `Dsv41Model`, everything else as in `Dsv41ForCausalLM`."""
         shift_labels = kwargs.pop("shift_labels", None)
         next_labels = self._within_documents(labels, position_ids)
-        outputs = self.model(
-            input_ids=input_ids,
-            pixel_values=pixel_values,
-            image_grid_hw=image_grid_hw,
-            image_unshuffle_index=image_unshuffle_index,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            cache=cache,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            mm_encoder_outputs=mm_encoder_outputs,
-            logits_to_keep=logits_to_keep,
-            **(kwargs | {"return_dict": True} | self._loss_inputs(labels, shift_labels)),
-        )
-        return self._add_head(outputs, next_labels, logits_to_keep, num_items_in_batch, shift_labels)
+        with self._backbone_forward(labels) as extra:
+            outputs = self.model(
+                input_ids=input_ids,
+                pixel_values=pixel_values,
+                image_grid_hw=image_grid_hw,
+                image_unshuffle_index=image_unshuffle_index,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                cache=cache,
+                inputs_embeds=inputs_embeds,
+                use_cache=use_cache,
+                logits_to_keep=logits_to_keep,
+                mm_encoder_outputs=mm_encoder_outputs,
+                **(kwargs | extra | {"return_dict": True} | self._loss_inputs(labels, shift_labels)),
+            )
+            result = self._add_head(outputs, next_labels, logits_to_keep, num_items_in_batch, shift_labels)
+        given = input_ids, next_labels, attention_mask, position_ids, num_items_in_batch
+        return self._add_draft_losses(result, *given)
 
 
 register_models(Dsv41TextModel, Dsv41Model, Dsv41ForCausalLM, Dsv41ForConditionalGeneration)

@@ -92,11 +92,11 @@ class Dsv4TopKRouter(nn.Module):
 
     def __init__(self, config, layer_idx: int):
         super().__init__()
-        experts = config.n_routed_experts
+        experts, chosen = config.experts_of(layer_idx)
         self.weight = nn.Parameter(torch.empty(experts, config.hidden_size))
         self.hashes = layer_idx < config.num_hash_layers
         if self.hashes:
-            table = torch.zeros(config.vocab_size, config.num_experts_per_tok, dtype=torch.long)
+            table = torch.zeros(config.vocab_size, chosen, dtype=torch.long)
             self.register_buffer("tid2eid", table)
         else:
             self.register_buffer("e_score_correction_bias", torch.zeros(experts, dtype=torch.float32))
@@ -104,7 +104,7 @@ class Dsv4TopKRouter(nn.Module):
             self.register_buffer("e_score_correction_bias_vl", torch.zeros(experts, dtype=torch.float32))
         self.temperature = config.gate_temp
         self.settings = {
-            "k": config.num_experts_per_tok,
+            "k": chosen,
             "normalize": config.norm_topk_prob,
             "scaling": config.routed_scaling_factor,
         }
@@ -186,9 +186,9 @@ class Dsv4Experts(_RoutedExperts, nn.Module):
 
     packed_as = "experts"
 
-    def __init__(self, config):
+    def __init__(self, config, layer_idx: int = 0):
         super().__init__()
-        experts, hidden, width = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+        experts, hidden, width = config.experts_of(layer_idx)[0], config.hidden_size, config.moe_intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * width, hidden))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, width))
         self.num_experts, self.hidden_size, self.width, self.limit = experts, hidden, width, config.swiglu_limit
@@ -297,7 +297,7 @@ class Dsv4SparseMoeBlock(nn.Module):
     def __init__(self, config, layer_idx: int):
         super().__init__()
         self.gate = Dsv4TopKRouter(config, layer_idx)
-        self.experts = Dsv4Experts(config)
+        self.experts = Dsv4Experts(config, layer_idx)
         self.shared_experts = Dsv4MLP(config.hidden_size, config.moe_intermediate_size, config.swiglu_limit)
 
     def forward(

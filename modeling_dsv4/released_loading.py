@@ -117,6 +117,7 @@ class ReleasedCheckpoint:
 
     def __init__(self, model, tensors, entries: dict[str, TensorEntry], quantization=None, source: str = ""):
         self.names: WeightNames = model.weight_names
+        self.optional_parts: dict[str, re.Pattern] = model.optional_parts
         self.source = source
         self.block_size = tuple(quantization.weight_block_size) if quantization else (32, 32)
         self.expected: dict[str, torch.Tensor] = model.state_dict()
@@ -146,7 +147,7 @@ class ReleasedCheckpoint:
         if ours is not None and self._has_place(ours):
             return None
         released = name.removeprefix("model.")
-        return next((part for part, pattern in OPTIONAL_PARTS.items() if pattern.search(released)), None)
+        return next((part for part, pattern in self.optional_parts.items() if pattern.search(released)), None)
 
     def _has_place(self, ours: str) -> bool:
         if ours in self.expected:
@@ -312,6 +313,7 @@ class ReleasedCheckpointMixin:
     """`PreTrainedModel` with the loader above; a class names its table as `weight_names`."""
 
     weight_names: WeightNames
+    optional_parts = OPTIONAL_PARTS
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, use_safetensors: bool | None = None, **kwargs):

@@ -1,5 +1,6 @@
 """Training of DeepSeek-V4 / V4.1: the optimizer, its routing, the Trainer and its callbacks (installed only)."""
 
+from ..draft_losses import DraftTraining
 from .adapters import lora_layers
 from .callbacks import MtpScheduleCallback, QatScheduleCallback, RouterBiasCallback, VisionScheduleCallback
 from .data_collator import Dsv4DataCollator
@@ -12,6 +13,7 @@ from .trainer import Dsv4OptimizerFactory, Dsv4Trainer
 
 __all__ = [
     "HYBRID_COEFFICIENTS",
+    "DraftTraining",
     "Dsv4DataCollator",
     "Dsv4Optimizer",
     "Dsv4OptimizerFactory",

@@ -10,6 +10,7 @@ import torch
 from transformers import Trainer
 from transformers.utils import logging
 
+from ..draft_losses import DraftTraining
 from .optimizer import Dsv4Optimizer
 from .param_groups import build_param_groups
 
@@ -65,13 +66,23 @@ class Dsv4Trainer(Trainer):
     Args:
         optimizer_settings (`dict`, *optional*):
             Arguments of `build_param_groups` and group options, before all others.
+        draft_training (`DraftTraining`, *optional*):
+            Train the model's DSpark drafter, alone or beside the model.
     """
 
-    def __init__(self, *args: Any, optimizer_settings: dict[str, Any] | None = None, **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        optimizer_settings: dict[str, Any] | None = None,
+        draft_training: DraftTraining | None = None,
+        **kwargs: Any,
+    ):
         self.optimizer_settings = dict(optimizer_settings or {})
         self._loss_parts: dict[str, torch.Tensor] = {}
         self._parts_since = 0
         super().__init__(*args, **kwargs)
+        if draft_training is not None:
+            draft_training.apply(self.model)
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         """Make the optimizer, unless there is one or the caller chose another kind."""

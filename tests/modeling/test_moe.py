@@ -31,7 +31,9 @@ def _config(**changes):
         "num_hash_layers": 0,
         "has_image_bias": True,
     }
-    return SimpleNamespace(**(values | changes))
+    config = SimpleNamespace(**(values | changes))
+    config.experts_of = lambda layer: (config.n_routed_experts, config.num_experts_per_tok)
+    return config
 
 
 # ---- routing -----------------------------------------------------------------------------------------------------------

@@ -149,9 +149,16 @@ SMALL = {
 }  # fmt: skip
 
 
-def random_model(dtype=torch.float64, seed=1, **changes):
+# The -0731 build: DSpark stages instead of the MTP layer.
+DSPARK = {
+    "num_nextn_predict_layers": 1, "compress_ratios": [0, 4, 16, 4, 16, 4, 0, 0], "dspark_block_size": 4,
+    "dspark_noise_token_id": 9, "dspark_target_layer_ids": [3, 5], "dspark_markov_rank": 8,
+}  # fmt: skip
+
+
+def random_model(dtype=torch.float64, seed=1, use_mtp=False, **changes):
     """A model with wide random weights, so that every part matters; hash tables and selection biases are random too."""
-    model = Dsv4ForCausalLM(tiny_config(**changes)).to(torch.float64).eval()
+    model = Dsv4ForCausalLM(tiny_config(**changes), use_mtp=use_mtp).to(torch.float64).eval()
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in model.state_dict().items():
         if name.endswith("tid2eid"):
@@ -163,6 +170,15 @@ def random_model(dtype=torch.float64, seed=1, **changes):
         mean = 1.0 if name.endswith(("norm.weight", ".scale")) else 0.0
         tensor.copy_(random * (2.0 if "embed" in name else size) + mean)
     return model.to(dtype)
+
+
+@cache
+def drafting_model(build):
+    """A small model with the MTP layer ("mtp") or with DSpark ("0731"), in float64; shared, not to be changed."""
+    drafter = (
+        DSPARK if build == "0731" else {"num_nextn_predict_layers": 1, "compress_ratios": [0, 4, 16, 4, 16, 4, 0]}
+    )
+    return random_model(use_mtp=True, **SMALL | drafter)
 
 
 @cache

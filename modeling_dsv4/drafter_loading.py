@@ -1,0 +1,62 @@
+"""A drafter for a model that was loaded without one: its `mtp.*` tensors, from the checkpoint the model came from."""
+
+from __future__ import annotations
+
+import re
+
+from .configuration_common import check_drafter
+from .dspark import Dsv4DSpark
+from .language_model import Dsv4PreTrainedModel
+from .layers import Dsv4Linear
+from .mtp import Dsv4Mtp
+from .quantization import Dsv4QuantizationConfig
+from .weight_names import WeightNames
+
+
+class Dsv4DraftStages(Dsv4PreTrainedModel):
+    """The draft stages of a checkpoint alone, as loading takes them."""
+
+    weight_names = WeightNames("")
+    optional_parts = {"backbone": re.compile(r"^(?!mtp\.)")}
+
+    def __init__(self, config):
+        super().__init__(config)
+        text = config.get_text_config()
+        self.mtp = Dsv4DSpark(text) if text.draft_stages else Dsv4Mtp(text)
+        self.post_init()
+
+
+class LoadsDrafter:
+    """`load_drafter` for the classes with a head."""
+
+    def load_drafter(self, folder: str | None = None) -> None:
+        r"""Load the drafter of a checkpoint into the model; `generate(use_mtp=True)` does it when there is none.
+
+        Args:
+            folder (`str`, *optional*): of the checkpoint; the model's own by default.
+
+        Raises:
+            ValueError: if the checkpoint has no drafter, or it is not known where the model came from.
+        """
+        folder = folder or self.name_or_path
+        if not folder:
+            raise ValueError("use_mtp is True for a model without a drafter; accepted: one loaded with use_mtp=True.")
+        config = self.config_class.from_pretrained(folder)
+        text, own = config.get_text_config(), self.config.get_text_config()
+        check_drafter(True, text)
+        stages = Dsv4DraftStages.from_pretrained(folder, config=config, dtype=self.dtype, **self._quantization(config))
+        own.num_nextn_predict_layers = text.num_nextn_predict_layers
+        own.compress_ratios = text.compress_ratios
+        for module in stages.mtp.modules():  # settings made on the model reach its drafter
+            if hasattr(module, "config"):
+                module.config = own
+        stages.mtp.to(self.lm_head.weight.device).train(self.training)
+        getattr(self.model, "language_model", self.model).mtp = stages.mtp
+
+    def _quantization(self, config) -> dict:
+        """Arguments of `from_pretrained` that load the drafter as the model was: packed or float, inputs rounded or not."""
+        if getattr(config, "quantization_config", None) is None:
+            return {}
+        linear = next(module for module in self.modules() if isinstance(module, Dsv4Linear))
+        options = Dsv4QuantizationConfig(not linear.is_packed, linear.quantize_activations)
+        return {"quantization_config": options}
