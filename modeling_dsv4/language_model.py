@@ -26,7 +26,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 from .attention import Dsv4Attention, Dsv4Compressor, LayerContext, SharedState
 from .balance_loss import mean_over_labels
 from .cache import Dsv4Cache, check_cache
-from .capture import OutputCapture
+from .capture import OutputCapture, Wanted
 from .decoder import Dsv4DecoderLayer, StreamState
 from .decoder_replay import DecoderReplay, check_replay
 from .draft_losses import DraftBatch, DraftLosses, DraftTraining, detached, draft_losses, sample_anchors
@@ -43,7 +43,6 @@ from .quantization import PACKED_DTYPES
 from .released_loading import ReleasedCheckpointMixin
 from .rotary import rotary_frequencies, rotary_table
 from .sequence_layout import SequenceLayout, follows_layout, read_attention_mask
-from .sparse_attention import wide
 
 logger = logging.get_logger(__name__)
 
@@ -276,7 +275,7 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         output_router_logits: bool | None = None,
-        output_selections: bool | None = None,
+        output_selections: bool = False,
         output_streams: bool = False,
         output_draft_features: bool = False,
         logits_to_keep: int | torch.Tensor = 0,
@@ -308,52 +307,48 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
             ValueError: for inputs that contradict each other, the cache or the model.
         """
         text = self.config.get_text_config()
-        self._check_inputs(input_ids, inputs_embeds, cache, kwargs | {"output_draft_features": output_draft_features})
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         if output_router_logits is None:
             output_router_logits = text.output_router_logits
-        wanted = output_hidden_states, output_router_logits, output_selections
+        wanted = Wanted(
+            output_hidden_states, output_router_logits, output_selections, output_streams, output_draft_features,
+            output_balance, output_divergence,
+        )  # fmt: skip
+        self._check_inputs(input_ids, inputs_embeds, cache, wanted, kwargs)
         embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         layout, valid = self._layout(attention_mask, position_ids, cache, embeds)
-        of_all = (
-            *wanted, output_streams, output_draft_features, output_balance, output_divergence, layout.is_packed,
-        )  # fmt: skip
-        keep = layout.columns if any(of_all) else _columns_read(logits_to_keep, layout.columns)
+        keep = layout.columns if any(wanted) or layout.is_packed else _columns_read(logits_to_keep, layout.columns)
         check_replay(decoder_replay, keep=keep, columns=layout.columns, window=text.sliding_window)
         if cache is None and self._wants_cache(use_cache, layout):
             cache = Dsv4Cache(self.config, "packed" if text.cache_rounding else "float")
         context, rows = self._context(input_ids, layout, cache, embeds)
         context = context._replace(trains_indexers=output_divergence)
         replay = DecoderReplay(decoder_replay, text, context, keep, cache)
-        rows = {index: layout.take_tail(found, replay.layout_entering(index)) for index, found in rows.items()}
-        rows = begin_reads({index: self.layers[index].engram.embedding for index in rows}, rows)
+        rows = self._begin_reads(rows, layout, replay)
         streams = layout.shift(embeds).unsqueeze(2).expand(-1, -1, text.hc_mult, -1)
         flow = StreamState(streams.contiguous(), first_pre(streams), SharedState())
-        capture = OutputCapture(text, layout, *wanted, embeddings=embeds, balance=output_balance)
-        features = []
+        draft_layers = self._draft_layers(output_draft_features or cache is not None)
+        capture = OutputCapture(text, layout, wanted, embeds, draft_layers, replay.layout)
         for index, layer in enumerate(self.layers):
             flow, context = replay.enter(index, flow)
-            if index in self._draft_layers(output_draft_features or cache is not None):
-                means = wide(flow.streams).mean(2).to(flow.streams.dtype)
-                features.append(context.layout.take_tail(means, replay.layout))
-            with capture.watching(layer, flow):
+            with capture.watching(layer, flow, context.layout):
                 flow = layer(flow, context, rows.get(index), None if cache is None else cache.layers[index])
             capture.add_selection(index, flow)
         pre = flow.pre if text.single_pass_hc else self.hc_head(flow.streams)
         hidden = self.norm(collapse_streams(flow.streams, pre.to(flow.streams.device)))
         hidden = layout.unshift(layout.put_tail(hidden, replay.layout))
         if cache is not None:
-            self._feed_drafter(features, flow.streams, layout.shift(embeds), layout, replay.layout, cache)
+            self._feed_drafter(
+                capture.draft_features, flow.streams, layout.shift(embeds), layout, replay.layout, cache
+            )
             cache.advance(layout, valid, replay.window_floor)
-        fields = capture.fields(hidden)
-        if output_streams:
-            fields["streams"] = layout.unshift(flow.streams)
-        if output_draft_features:
-            fields["draft_features"] = layout.unshift(torch.cat(features, dim=-1))
-        if flow.shared.divergence is not None:
-            fields["divergence"] = layout.unshift(flow.shared.divergence)
-        return Dsv4ModelOutput(last_hidden_state=hidden, cache=cache, **fields)
+        return Dsv4ModelOutput(last_hidden_state=hidden, cache=cache, **capture.fields(hidden, flow))
+
+    def _begin_reads(self, rows, layout: SequenceLayout, replay: DecoderReplay) -> dict:
+        """Begin to read the Engram rows of the tokens that each layer is given."""
+        rows = {index: layout.take_tail(found, replay.layout_entering(index)) for index, found in rows.items()}
+        return begin_reads({index: self.layers[index].engram.embedding for index in rows}, rows)
 
     @property
     def drafter(self) -> Dsv4DSpark | Dsv4Mtp | None:
@@ -391,7 +386,7 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
             return self.config.get_text_config().use_cache and not (torch.is_grad_enabled() and self.training)
         return use_cache
 
-    def _check_inputs(self, input_ids, inputs_embeds, cache, kwargs) -> None:
+    def _check_inputs(self, input_ids, inputs_embeds, cache, wanted: Wanted, kwargs) -> None:
         if input_ids is None and inputs_embeds is None:
             raise ValueError("input_ids and inputs_embeds are both None; accepted: input_ids, or both.")
         text = self.config.get_text_config()
@@ -405,7 +400,7 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
             raise ValueError(
                 "cache is given while gradients are checkpointed, which would fill it twice; accepted: None."
             )
-        if kwargs.get("output_draft_features") and (self.drafter is None or not self.drafter.target_layers):
+        if wanted.draft_features and (self.drafter is None or not self.drafter.target_layers):
             raise ValueError("output_draft_features is True for a model without a DSpark drafter; accepted: False.")
 
     def _layout(self, attention_mask, position_ids, cache, embeds) -> tuple[SequenceLayout, torch.Tensor | None]:

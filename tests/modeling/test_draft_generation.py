@@ -27,7 +27,10 @@ from tests.modeling.draft_models import drafting_image_model, drafting_model, pl
 from tests.modeling.image_models import batch_left, image_inputs, prompt
 from tests.modeling.tiny_model import PAD, new_model, some_ids
 
-GREEDY = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": PAD, "eos_token_id": None}
+# Without padding among the new tokens: a second turn would read it as a mask.
+GREEDY = {
+    "max_new_tokens": 12, "do_sample": False, "pad_token_id": PAD, "eos_token_id": None, "suppress_tokens": [PAD],
+}  # fmt: skip
 EXACT = 1e-9
 
 
