@@ -265,7 +265,11 @@ class Dsv4DraftMixin:
     @property
     def drafter(self):
         """The drafter (`Dsv4DSpark` or `Dsv4Mtp`), `None` if the model was loaded without one."""
-        return getattr(self.model, "language_model", self.model).drafter
+        return self._language_model.drafter
+
+    @property
+    def _language_model(self):
+        return getattr(self.model, "language_model", self.model)
 
     def draft(self, tokens: torch.Tensor, cache, choose):
         r"""Draft the tokens after `tokens` `[B]`, which the cache has not seen (see `Dsv4DSpark.propose`).
@@ -278,10 +282,17 @@ class Dsv4DraftMixin:
                 "cache holds tokens that the drafter has not seen; accepted: a cache that was filled after the drafter "
                 "was loaded."
             )
+        device, home, embed = self._language_model.drafter_device, tokens.device, self.get_input_embeddings()
         with torch.no_grad():
-            return self.drafter.propose(
-                tokens.to(cache.lengths.device), cache, self.get_input_embeddings(), self.lm_head, choose
+            block = self.drafter.propose(
+                tokens.to(device),
+                cache,
+                lambda ids: embed(ids).to(device),
+                lambda states: self.lm_head(states).to(device),
+                lambda step, logits: choose(step, logits.to(home)).to(device),
             )
+        confidence = None if block.confidence is None else block.confidence.to(home)
+        return block._replace(tokens=block.tokens.to(home), confidence=confidence)
 
     def _get_candidate_generator(self, generation_config, **kwargs):
         session = getattr(generation_config, "_draft_session", None)

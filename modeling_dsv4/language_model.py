@@ -355,6 +355,14 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
         """The drafter, if the model was made or loaded with one."""
         return getattr(self, "mtp", None)
 
+    @property
+    def drafter_device(self) -> torch.device:
+        """Where the drafter computes: another device than the first layers' where a device map says so."""
+        device = self.drafter[0].input_layernorm.weight.device
+        return (
+            self.norm.weight.device if device.type == "meta" else device
+        )  # offloaded weights come when they are used
+
     def _draft_layers(self, wanted: bool) -> list[int]:
         """Layers whose entering streams the drafter reads."""
         return self.drafter.target_layers if wanted and self.drafter is not None else []
@@ -364,8 +372,11 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
         if self.drafter is None or not cache.draft:
             return
         if cache.draft[0].parts is not None or not bool(layout.past.any()):
+            device = self.drafter_device
+            features = [part.to(device) for part in features]
+            streams, embeds = streams.to(device), layout.take_tail(embeds, last_layout).to(device)
             with torch.no_grad():
-                self.drafter.observe(features, streams, layout.take_tail(embeds, last_layout), last_layout, cache)
+                self.drafter.observe(features, streams, embeds, last_layout.to(device), cache)
 
     @property
     def _checkpoints(self) -> bool:

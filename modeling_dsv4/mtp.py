@@ -118,7 +118,7 @@ class Dsv4Mtp(nn.ModuleList):
         """Draft the token after `tokens` (see `Dsv4DSpark.propose`)."""
         entries, last_streams = cache.draft
         past = cache.lengths.to(tokens.device) - 1
-        layout = SequenceLayout(past, torch.ones_like(past), 1, floor=cache.window_floor)
+        layout = SequenceLayout(past, torch.ones_like(past), 1, floor=cache.window_floor).to(tokens.device)
         frequencies = {"main": self._frequencies(tokens.device)}
         tables = {"main": rotary_table(layout.position_ids, frequencies["main"])}
         context = LayerContext(layout, tables, frequencies, None, tokens[:, None])
