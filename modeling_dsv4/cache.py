@@ -116,7 +116,7 @@ class Dsv4Cache(Cache):
         kv_format (`str`, *optional*, defaults to `"packed"`): "packed" stores FP8 / FP4 bytes, "float" the rounded
             values in the model's dtype; both give the same logits.
         rollback (`int`, *optional*, defaults to 16): tokens per row that `crop` can take back.
-        max_length (`int`, *optional*): fixed capacity in tokens, allocated once; `None` grows.
+        max_length (`int`, *optional*): fixed capacity in columns, padding included, allocated once; `None` grows.
 
     Raises:
         ValueError: for an unknown format, a bad `rollback` or `max_length`, or "packed" with `cache_rounding=False` (unrounded values cannot be packed).
@@ -438,10 +438,20 @@ class Dsv4Cache(Cache):
         return cache
 
 
-def check_cache(cache) -> None:
-    """Raise a `ValueError` unless `cache` is of the kind these models fill (installed or remote code) or `None`."""
+def check_cache(cache, config=None) -> None:
+    """Raise a `ValueError` unless `cache` is of the kind these models fill (installed or remote code) or `None`.
+
+    With a text configuration, also if the cache was made for another schedule.
+    """
     if cache is not None and all(kind.__name__ != Dsv4Cache.__name__ for kind in type(cache).__mro__):
         raise ValueError(f"cache is a {type(cache).__name__}; accepted: Dsv4Cache, which owns the shared entries.")
+    if cache is not None and config is not None:
+        expected = [config.ratio(layer) if mode == "full" else 0 for layer, mode in enumerate(config.layer_modes)]
+        found = [0 if layer.store is None else layer.store.ratio for layer in cache.layers]
+        if found != expected:
+            raise ValueError(
+                f"cache was made for layers that pool {found} tokens; accepted: {expected}, as the model's."
+            )
 
 
 def cache_codecs(config, kv_format: str = "float") -> dict[str, CacheCodec]:

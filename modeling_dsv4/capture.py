@@ -71,7 +71,8 @@ class OutputCapture:
         if self.wanted.hidden_states and not self.hidden_states and self.embeddings is not None:
             self.hidden_states.append(self.embeddings)
         elif self.wanted.hidden_states:
-            self.hidden_states.append(self.layout.unshift(collapse_streams(flow.streams, layer.entering_pre(flow))))
+            pre = layer.entering_pre(flow).to(flow.streams.device)
+            self.hidden_states.append(self.layout.unshift(collapse_streams(flow.streams, pre)))
         wanted = self.wanted.router_logits or self.wanted.balance
         routers = [m for m in layer.modules() if isinstance(m, Dsv4TopKRouter)] if wanted else []
         # Only kept in the layer: what is computed there is computed again when gradients are checkpointed.
@@ -117,7 +118,8 @@ class OutputCapture:
         if self.wanted.streams:
             found["streams"] = self.layout.unshift(flow.streams)
         if self.wanted.draft_features:
-            found["draft_features"] = self.layout.unshift(torch.cat(self.draft_features, dim=-1))
+            features = [part.to(flow.streams.device) for part in self.draft_features]
+            found["draft_features"] = self.layout.unshift(torch.cat(features, dim=-1))
         if flow.shared.divergence is not None:
             found["divergence"] = self.layout.unshift(flow.shared.divergence)
         return found

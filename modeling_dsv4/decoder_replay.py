@@ -39,7 +39,7 @@ def check_replay(mode: str, *, keep: int = 0, columns: int = 0, window: int = 0)
     if mode == "bounded" and keep > window:
         raise ValueError(
             f"decoder_replay='bounded' computes the last {window} final states and {keep} of {columns} are wanted; "
-            f"accepted: logits_to_keep of 1 to {window} without labels and optional outputs, or 'exact', or 'full'."
+            f"accepted: logits_to_keep of 1 to {window} without labels, optional outputs and packed documents, or 'exact', or 'full'."
         )
 
 

@@ -79,6 +79,8 @@ class DraftSession:
         most = block.tokens.shape[1]
         if self.config.decoder_replay == "bounded":
             most = min(most, self.model.config.get_text_config().sliding_window - 1)
+        if cache.max_length is not None:  # a block begins behind the longest row
+            most = max(0, min(most, cache.max_length - cache.columns - 1))
         limits = [
             min(most, self.config.max_length - len(row) - 1) if wanted else -1
             for row, wanted in zip(rows, active, strict=True)
@@ -95,7 +97,7 @@ class DraftCandidates(CandidateGenerator):
 
     def __init__(self, session: DraftSession):
         self.session = session
-        self._last: tuple[int, torch.Tensor | None] | None = None
+        self._last: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
     def get_candidates(self, input_ids, model_outputs=None, is_first_iteration=False, **kwargs):
         """Return `input_ids` `[1, S]` with drafts behind, and the scores they were drawn by when sampling."""
@@ -103,7 +105,7 @@ class DraftCandidates(CandidateGenerator):
         if is_first_iteration:  # the prompt has not been read
             return input_ids, None
         (length,), drafts, scores, confidence = self.session.draft([input_ids[0]], model_outputs.cache, [True])
-        self._last = length, None if confidence is None else confidence[0]
+        self._last = drafts[0, :length], None if confidence is None else confidence[0]
         if length == 0:
             return input_ids, None
         candidates = torch.cat([input_ids, drafts[:, :length]], dim=1)
@@ -113,12 +115,12 @@ class DraftCandidates(CandidateGenerator):
         """Count what became of the drafts."""
         if self._last is None:
             return
-        length, confidence = self._last
-        config, report = self.session.config, self.session.report
-        ends = config._eos_token_tensor
-        ended = ends is not None and bool(torch.isin(input_ids[0, -1], ends.to(input_ids.device)))
+        drafts, confidence = self._last
+        kept, report = int(num_matches), self.session.report
+        # Where a text ends at a draft, the loop counts one match less; a rejected draft is never chosen again.
+        cut = kept < len(drafts) and bool(input_ids[0, -1] == drafts[kept])
         report.steps += 1
-        report.add(length, int(num_matches), confidence, cut=ended or input_ids.shape[1] >= config.max_length)
+        report.add(len(drafts), kept + cut, confidence, cut)
 
 
 class DraftedRows:
@@ -155,12 +157,14 @@ class DraftedRows:
         for row, token in enumerate(draw(scores, self.do_sample)):
             self._extend(row, token[None], scores[row][None], logits[row][None])
         cache.activate_past_recording()
-        while any(self.active):
-            self._step(cache)
-        if config.return_dict_in_generate or getattr(cache, "_is_user_defined", False):
-            self._complete(cache)
-        cache.crop(0)
-        cache.record_past = False
+        try:
+            while any(self.active):
+                self._step(cache)
+            if config.return_dict_in_generate or getattr(cache, "_is_user_defined", False):
+                self._complete(cache)
+        finally:
+            cache.crop(0)
+            cache.record_past = False
         if self.streamer is not None:
             self.streamer.end()
         return self._sequences()
@@ -206,6 +210,8 @@ class DraftedRows:
 
     def _processed(self, logits: torch.Tensor, fed: list[torch.Tensor]) -> torch.Tensor:
         """Apply the logits processors to `[B, longest, V]`; position i of a row follows its first i drafts."""
+        if not self.session.processor:
+            return logits
         steps = []
         for i in range(logits.shape[1]):
             active = [a and i < len(ids) for a, ids in zip(self.active, fed, strict=True)]
@@ -237,11 +243,12 @@ class DraftedRows:
     def _complete(self, cache) -> None:
         """Feed what plain decoding has fed: of rows that ended early, their last token and the padding after it."""
         longest, ends = max(self.new), self._sequences()
-        behind = [longest - count for count in self.new]
-        if not any(behind):
-            return
         width = ends.shape[1]
-        self._forward(cache, [ends[row, width - 1 - count : width - 1] for row, count in enumerate(behind)])
+        fed = [ends[row, width - 1 - (longest - count) : width - 1] for row, count in enumerate(self.new)]
+        # In pieces of a window: replay skips nothing of them, as nothing of plain decoding, and few logits exist at once.
+        window = self.session.model.config.get_text_config().sliding_window
+        for start in range(0, max(map(len, fed)), window):
+            self._forward(cache, [ids[start : start + window] for ids in fed])
         self._align(cache)
 
     def _sequences(self) -> torch.Tensor:
@@ -277,11 +284,7 @@ class Dsv4DraftMixin:
         Raises:
             ValueError: if the cache holds tokens that the drafter has not seen.
         """
-        if not cache.draft or (cache.draft[0].parts is None and bool(cache.lengths.any())):
-            raise ValueError(
-                "cache holds tokens that the drafter has not seen; accepted: a cache that was filled after the drafter "
-                "was loaded."
-            )
+        _check_drafter_saw(cache)
         device, home, embed = self._language_model.drafter_device, tokens.device, self.get_input_embeddings()
         with torch.no_grad():
             block = self.drafter.propose(
@@ -325,6 +328,7 @@ class Dsv4DraftMixin:
             model_kwargs["cache"].record_past = False
             return output
         _check_call(assistant_model, streamer, synced_gpus, len(input_ids), model_kwargs)
+        _check_drafter_saw(model_kwargs["cache"])
         session = DraftSession(self, generation_config, logits_processor, generation_config._draft_scheduler)
         if self._fits_library_loop(input_ids, stopping_criteria, generation_config, model_kwargs["cache"]):
             generation_config._draft_session = session
@@ -387,6 +391,14 @@ def _check_call(assistant_model, streamer, synced_gpus, batch, model_kwargs) -> 
         raise ValueError(f"streamer is given for {batch} rows; accepted: one row.")
     if synced_gpus:
         raise ValueError("synced_gpus is True with use_mtp=True; accepted: False.")
+
+
+def _check_drafter_saw(cache) -> None:
+    if not cache.draft or (cache.draft[0].parts is None and cache.is_initialized and bool(cache.lengths.any())):
+        raise ValueError(
+            "cache holds tokens that the drafter has not seen; accepted: a cache that was filled after the drafter was "
+            "loaded."
+        )
 
 
 def _check_outputs(config: GenerationConfig) -> None:

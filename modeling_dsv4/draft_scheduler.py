@@ -185,14 +185,18 @@ class DSparkScheduler:
         longest, device = drafter.block_size, model.device
         generator = torch.Generator().manual_seed(0)
         vocab = model.config.get_text_config().vocab_size
+        image, measured = getattr(model.config, "image_token_id", None), {batch: [] for batch in batch_sizes}
         jobs = [(batch, length) for batch in batch_sizes for length in range(longest + 1)]
         for batch, length in logging.tqdm(jobs, desc="Measuring draft steps", disable=None):
             ids = torch.randint(vocab, (batch, prompt_length + length + 1), generator=generator).to(device)
+            if image is not None:  # an image token asks for an image
+                ids = ids.masked_fill(ids == image, (image + 1) % vocab)
             cache = model._new_cache()
             model(ids[:, :prompt_length], cache=cache, logits_to_keep=1)
             cache.activate_past_recording()
             times = [self._time_step(model, cache, ids[:, prompt_length:]) for _ in range(repeats + 1)][1:]
-            self.latency.setdefault(batch, [0.0] * (longest + 1))[length] = sorted(times)[len(times) // 2]
+            measured[batch].append(sorted(times)[len(times) // 2])
+        self.latency = self.latency | measured
         return self
 
     @staticmethod
@@ -220,9 +224,8 @@ class DSparkScheduler:
         x = torch.tensor(report.confidences, dtype=torch.float64)
         design, outcomes = torch.stack([x, torch.ones_like(x)], 1), torch.tensor(report.outcomes, dtype=torch.float64)
         weights = torch.tensor([1.0, 0.0], dtype=torch.float64)
-        for _ in range(
-            FIT_STEPS
-        ):  # Newton steps of logistic regression, with a little weight decay that keeps it finite
+        # Newton steps of logistic regression, with a little weight decay that keeps it finite.
+        for _ in range(FIT_STEPS):
             p = torch.sigmoid(design @ weights)
             gradient = design.mT @ (p - outcomes) + 1e-3 * (weights - weights.new_tensor([1.0, 0.0]))
             hessian = (design * (p * (1 - p))[:, None]).mT @ design + 1e-3 * torch.eye(2, dtype=torch.float64)

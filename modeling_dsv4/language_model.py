@@ -234,8 +234,12 @@ class Dsv4PreTrainedModel(ReleasedCheckpointMixin, PreTrainedModel):
 
 def _columns_read(logits_to_keep: int | torch.Tensor, columns: int) -> int:
     """How many of the last columns hold all that `logits_to_keep` names (0 = all)."""
-    if isinstance(logits_to_keep, int):
+    if isinstance(logits_to_keep, int) and logits_to_keep >= 0:
         return min(logits_to_keep or columns, columns)
+    if not isinstance(logits_to_keep, torch.Tensor):
+        raise ValueError(
+            f"logits_to_keep is {logits_to_keep!r}; accepted: a number of last columns >= 0 (0 = all), or an index tensor."
+        )
     named = torch.arange(columns, device=logits_to_keep.device)[logits_to_keep]
     return columns - int(named.min()) if len(named) else 1
 
@@ -294,7 +298,7 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
             cache (`Dsv4Cache`, *optional*): continued and extended in place.
             inputs_embeds (`[B, S, H]`, *optional*): used instead of the embeddings of `input_ids`.
             use_cache (`bool`, *optional*): make a cache if none is given; defaults to the config, and to `False` in
-                training mode while gradients are recorded.
+                training mode.
             output_hidden_states, output_router_logits, output_selections, output_streams, output_draft_features,
                 output_balance, output_divergence (`bool`, *optional*): see `Dsv4ModelOutput`.
             logits_to_keep (`int` or index tensor, *optional*, defaults to 0): last columns whose final state will be
@@ -318,7 +322,8 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
         self._check_inputs(input_ids, inputs_embeds, cache, wanted, kwargs)
         embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         layout, valid = self._layout(attention_mask, position_ids, cache, embeds)
-        keep = layout.columns if any(wanted) or layout.is_packed else _columns_read(logits_to_keep, layout.columns)
+        keep = _columns_read(logits_to_keep, embeds.shape[1])
+        keep = layout.columns if any(wanted) or layout.is_packed else keep
         check_replay(decoder_replay, keep=keep, columns=layout.columns, window=text.sliding_window)
         if cache is None and self._wants_cache(use_cache, layout):
             cache = Dsv4Cache(self.config, "packed" if text.cache_rounding else "float")
@@ -394,19 +399,27 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
             return False
         if use_cache is None:
             # Entries in a cache carry no gradient; nobody asks for one by default while training.
-            return self.config.get_text_config().use_cache and not (torch.is_grad_enabled() and self.training)
+            return self.config.get_text_config().use_cache and not self.training
         return use_cache
 
     def _check_inputs(self, input_ids, inputs_embeds, cache, wanted: Wanted, kwargs) -> None:
         if input_ids is None and inputs_embeds is None:
             raise ValueError("input_ids and inputs_embeds are both None; accepted: input_ids, or both.")
+        shapes = [list(t.shape) for t in (input_ids, inputs_embeds) if t is not None]
+        rank = 2 if inputs_embeds is None else 3
+        if len(shapes[-1]) != rank or 0 in shapes[-1][:2] or any(s[:2] != shapes[-1][:2] for s in shapes):
+            raise ValueError(
+                f"input_ids / inputs_embeds have the shapes {shapes}; accepted: [B, S] and [B, S, H], not empty."
+            )
+        if kwargs.get("pixel_values") is not None:
+            raise ValueError("pixel_values were given to a text model; accepted: by Dsv41ForConditionalGeneration.")
         text = self.config.get_text_config()
         reader = "Engram looks up n-grams of" if text.engram_layer_ids else "first layers route by"
         if input_ids is None and (text.engram_layer_ids or text.num_hash_layers):
             raise ValueError(f"inputs_embeds without input_ids; this model's {reader} token ids, so accepted: both.")
         if kwargs.get("output_attentions"):
             raise ValueError("output_attentions is True; accepted: False. Attention weights are never materialised.")
-        check_cache(cache)
+        check_cache(cache, text)
         if cache is not None and self._checkpoints:
             raise ValueError(
                 "cache is given while gradients are checkpointed, which would fill it twice; accepted: None."
@@ -464,9 +477,12 @@ class CausalHead:
     draft_training: DraftTraining | None = None
 
     @contextmanager
-    def _backbone_forward(self, labels):
+    def _backbone_forward(self, labels, shift_labels=None):
         """Run the backbone as the training of a drafter wants it: yields arguments, records no gradient if it is frozen."""
-        trains_drafter = self.draft_training is not None and self.training and labels is not None
+        trains_drafter = self.draft_training is not None and self.training
+        if trains_drafter and labels is None and shift_labels is not None:
+            raise ValueError("shift_labels came without labels while a drafter is trained; accepted: labels.")
+        trains_drafter = trains_drafter and labels is not None
         frozen = trains_drafter and self.draft_training.stage == "frozen"
         with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
             yield {"output_draft_features": True} if trains_drafter else {}

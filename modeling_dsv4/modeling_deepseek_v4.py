@@ -117,7 +117,7 @@ class Dsv4ForCausalLM(LoadsDrafter, CausalHead, Dsv4PreTrainedModel, Dsv4Generat
         if with_mtp:
             self._check_mtp(input_ids, cache)
         with_streams = with_mtp or kwargs.get("output_streams", False)
-        with self._backbone_forward(labels) as extra:
+        with self._backbone_forward(labels, shift_labels) as extra:
             outputs = self.model(
                 input_ids=input_ids,
                 attention_mask=attention_mask,

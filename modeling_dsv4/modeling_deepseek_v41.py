@@ -231,7 +231,7 @@ class Dsv41ForCausalLM(LoadsDrafter, CausalHead, Dsv4PreTrainedModel, Dsv4Genera
         """
         shift_labels = kwargs.pop("shift_labels", None)
         next_labels = self._within_documents(labels, position_ids)
-        with self._backbone_forward(labels) as extra:
+        with self._backbone_forward(labels, shift_labels) as extra:
             outputs = self.model(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
@@ -284,7 +284,7 @@ class Dsv41ForConditionalGeneration(LoadsDrafter, CausalHead, Dsv4PreTrainedMode
         r"""Run the model; images as in `Dsv41Model`, everything else as in `Dsv41ForCausalLM`."""
         shift_labels = kwargs.pop("shift_labels", None)
         next_labels = self._within_documents(labels, position_ids)
-        with self._backbone_forward(labels) as extra:
+        with self._backbone_forward(labels, shift_labels) as extra:
             outputs = self.model(
                 input_ids=input_ids,
                 pixel_values=pixel_values,

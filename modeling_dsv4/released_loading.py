@@ -327,6 +327,8 @@ class ReleasedCheckpointMixin:
             raise ValueError("use_safetensors is False; accepted: True (pickled weights can run code).")
         if pretrained_model_name_or_path:
             check_json_files(os.path.join(pretrained_model_name_or_path, kwargs.get("subfolder") or ""))
+        if kwargs.get("device_map") == "disk":  # transformers takes it in a dict only
+            kwargs["device_map"] = {"": "disk"}
         return super().from_pretrained(pretrained_model_name_or_path, *args, use_safetensors=True, **kwargs)
 
     @staticmethod

@@ -44,8 +44,19 @@ def lora_layers(model: nn.Module, config: LoraConfig | str) -> LoraConfig:
     return config
 
 
+def _refuse_mixed_batch(adapter_names) -> None:
+    if adapter_names is not None:
+        raise ValueError(f"adapter_names is {adapter_names!r}; accepted with experts or o_a_proj adapted: None.")
+
+
 class LoraGroupedLinear(lora.Linear):
     """Factors of the whole matrix `[O, I]`: every group reads `A` `[r, I]`, and group g has its own rows of `B` `[O, r]`."""
+
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
+        """As PEFT's; a bias of the factors would never be read."""
+        if config.lora_bias:
+            raise ValueError(f"lora_bias is {config.lora_bias!r}; accepted for o_a_proj: False.")
+        super().update_layer(adapter_name, r, lora_alpha, config=config, **kwargs)
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
         return module.in_features, module.out_features
@@ -56,6 +67,7 @@ class LoraGroupedLinear(lora.Linear):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Map `[..., G, I]` to `[..., O]`; dtype of the base layer's result."""
+        _refuse_mixed_batch(kwargs.pop("adapter_names", None))
         if self.disable_adapters and self.merged:
             self.unmerge()
         base = self.get_base_layer()
@@ -128,7 +140,8 @@ class LoraExperts(nn.Module, lora.LoraLayer):
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As the bank: `[N, H]`, weights `[N, k]` and indices `[N, k]` to `[N, H]`."""
+        """As the bank: `[N, H]`, indices `[N, k]` and weights `[N, k]` to `[N, H]`."""
+        _refuse_mixed_batch(kwargs.pop("adapter_names", None))
         if self.disable_adapters and self.merged:
             self.unmerge()
         names = [] if self.disable_adapters or self.merged else [n for n in self.active_adapters if n in self.lora_A]

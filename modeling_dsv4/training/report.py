@@ -35,10 +35,13 @@ class TrainingReportCallback(TrainerCallback):
 
     def __init__(self, plot: str | os.PathLike | None = None):
         self.plot = None if plot is None else Path(plot)
+        self.counter: RouterLoadCounter | None = None
         self._before: list[tuple] = []
         self._updates: dict[str, list[float]] = {}
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
+        if self.counter is not None:  # of a training that was interrupted
+            self.counter.detach()
         self.counter = RouterLoadCounter(model)
         self.counter.attach()
 
@@ -71,7 +74,7 @@ class TrainingReportCallback(TrainerCallback):
         found = {f"update_rms_{name}": sum(steps) / len(steps) for name, steps in self._updates.items()}
         worst: dict[str, float] = {}
         for load in self.counter.loads.values():
-            if dist.is_initialized():
+            if dist.is_available() and dist.is_initialized():
                 dist.all_reduce(load)
             for modality, part in zip(MODALITIES, load.double(), strict=False):
                 if part.any():

@@ -98,7 +98,8 @@ class Dsv4Trainer(Trainer):
         parts = outputs.get("loss_parts") if isinstance(outputs, dict) and model.training else None
         if parts:
             # Trainer scales the loss to the ranks here, and later to the micro-batches if it could not give their items.
-            scale = loss.detach() / sum(part.to(loss.device) for part in parts.values())
+            total = sum(part.to(loss.device) for part in parts.values())
+            scale = torch.where(total == 0, 1.0, loss.detach() / total)  # without labels there is nothing to scale
             if num_items_in_batch is None or not self.model_accepts_loss_kwargs:
                 scale = scale / self.current_gradient_accumulation_steps
             for name, part in parts.items():

@@ -296,6 +296,13 @@ def test_bounded_refuses_what_it_does_not_compute(options):
     model(ids[:, :WINDOW], decoder_replay="bounded", output_hidden_states=True)
 
 
+@pytest.mark.parametrize("mode", ["full", "exact", "bounded"])
+@pytest.mark.parametrize("keep", [-1, slice(-2, None), None])
+def test_other_columns_to_keep_are_refused(mode, keep):
+    with pytest.raises(ValueError, match="logits_to_keep is .*; accepted: a number of last columns >= 0"):
+        MODELS["tiny"]()(v41.some_ids(1, 30), logits_to_keep=keep, decoder_replay=mode)
+
+
 def test_an_unknown_mode_is_refused():
     with pytest.raises(ValueError, match=r"decoder_replay is 'half'; accepted: \('full', 'exact', 'bounded'\)"):
         MODELS["tiny"]()(v41.some_ids(1, 3), decoder_replay="half")

@@ -356,12 +356,24 @@ def test_prompt_embeddings():
         assert torch.equal(out.sequences, plain[rows])
 
 
-def test_a_cache_of_fixed_capacity_needs_room_for_one_block():
+def test_a_cache_of_fixed_capacity_needs_no_more_room_than_plain_decoding():
     model, ids = drafting_model(), some_ids(2, 9, seed=8)
     plain = model.generate(ids, **GREEDY)
-    cache = Dsv4Cache(model.config, max_length=9 + 12 + 5)
+    cache = Dsv4Cache(model.config, max_length=9 + 12)
     out = drafted(model, ids, plain, lambda n, s: (n + s) % 3 == 0, cache=cache)
     assert torch.equal(out.sequences, plain)
+
+
+def test_rows_that_end_far_apart_under_bounded_replay():
+    """What plain decoding feeds behind an ended row is longer than a window."""
+    model, ids = drafting_model(), some_ids(2, 9, seed=3)
+    settings = GREEDY | {"max_new_tokens": 30, "decoder_replay": "bounded", "return_dict_in_generate": True}
+    free = model.generate(ids, **settings).sequences
+    settings["eos_token_id"] = next(t for t in free[0, 9:].tolist() if t not in free[1, 9:].tolist())
+    plain, found = model.generate(ids, **settings), model.generate(ids, use_mtp=True, **settings)
+    assert torch.equal(plain.sequences, found.sequences) and plain.sequences.shape[1] == 9 + 30
+    assert (plain.sequences[0] == PAD).sum() > 8
+    assert torch.equal(plain.cache.lengths, found.cache.lengths)
 
 
 # ---- refusals -----------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from tests.modeling.tiny_model import (
     run,
     shared_model,
     some_ids,
+    tiny_config,
     two_rows,
 )
 
@@ -297,3 +298,19 @@ def test_autocast_leaves_routers_mixing_and_logits_in_float32(family):
         for found, wanted in pairs:
             assert found.dtype == wanted.dtype != torch.bfloat16 and torch.equal(found, wanted), name
             assert wanted.any(), name
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"input_ids": torch.zeros(1, 0).long()}, r"shapes \[\[1, 0\]\]; accepted: \[B, S\]"),
+        ({"input_ids": torch.zeros(0, 3).long()}, r"shapes \[\[0, 3\]\]"),
+        ({"input_ids": torch.arange(5)}, r"shapes \[\[5\]\]"),
+        ({"input_ids": torch.ones(1, 9).long(), "inputs_embeds": torch.ones(1, 5, 64)}, r"\[\[1, 9\], \[1, 5, 64\]\]"),
+        ({"input_ids": torch.ones(1, 9).long(), "pixel_values": torch.ones(4, 3, 2, 2)}, "pixel_values were given to a text"),
+        ({"input_ids": torch.ones(1, 9).long(), "cache": Dsv4Cache(tiny_config(compress_ratios=[0, 0, 4, 4, 4, 1, 1, 1]))}, "cache was made for layers that pool"),
+    ],
+)  # fmt: skip
+def test_inputs_of_another_shape_are_refused(model, inputs, message):
+    with pytest.raises(ValueError, match=message):
+        model(**inputs)
