@@ -165,6 +165,18 @@ def test_crop_over_every_group_border(model, length, count):
     assert_same_as_alone(model, cache, rows, probe=2)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_format", ["packed", "float"])
+@pytest.mark.parametrize("count", range(1, 17))
+def test_crop_of_every_count_at_every_offset(model, count, kv_format):
+    """Both places in a group of two, and every place of the window of eight; rows with one more pad than the row before."""
+    for length in range(24, 32):
+        cache, rows = _filled(model, 2, length, rollback=16, kv_format=kv_format)
+        cache.crop(-count)
+        rows.crop(count)
+        assert_same_as_alone(model, cache, rows, probe=2)
+
+
 @pytest.mark.parametrize("count", [0, 3, 8])
 def test_a_verification_may_drop_what_it_appended(model, count):
     cache, rows = Dsv4Cache(model.config, rollback=0), Rows(2, rollback=0)
