@@ -145,6 +145,21 @@ def test_k2_chunks_of_v4(model, ids, size):
 # ---- K3: causality ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_format", ["packed", "float"])
+@pytest.mark.parametrize("count", range(1, 17))
+def test_k2_every_crop_of_v4_at_every_offset(model, count, kv_format):
+    """Over groups of 4 that overlap and groups of 16: cropped and continued equals never seen."""
+    row = v41.some_ids(1, 52, seed=3)
+    whole = logits_of(model, row, use_cache=False)
+    for length in range(33, 49):
+        cache = Dsv4Cache(model.config, kv_format, rollback=16)
+        logits_of(model, torch.cat([row[:, : length - count], v41.some_ids(1, count, seed=9)], 1), cache=cache)
+        cache.crop(-count)
+        found = logits_of(model, row[:, length - count : length - count + 3], cache=cache)
+        assert (found - whole[:, length - count : length - count + 3]).abs().max() < v41.EXACT
+
+
 @pytest.mark.parametrize("length", [2, 9, 20])
 def test_k3_earlier_logits_of_v4_do_not_move_by_a_bit(float32_model, length):
     v41_tests.test_k3_earlier_logits_do_not_move_by_a_bit(float32_model, length)
