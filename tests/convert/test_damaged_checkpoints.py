@@ -304,6 +304,7 @@ def test_sixty_damages(folders, tmp_path):
     assert check_together(range(60), folders, tmp_path) > 40
 
 
+@pytest.mark.slow
 def test_two_damages_alone(folders, tmp_path):
     check_alone((1000, 1014), folders, tmp_path)  # a flipped bit, a huge number
 

@@ -374,6 +374,7 @@ print(json.dumps([peak - before, len(report.squares)]))
 """
 
 
+@pytest.mark.slow
 def test_memory_holds_a_piece_not_a_shard(tmp_path):
     base = make_tiny(tmp_path / "base", size="12MB", progress=False)
     model = Dsv41ForConditionalGeneration.from_pretrained(base, dtype=torch.float32, quantization_config=DEQUANTIZE)

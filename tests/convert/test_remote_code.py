@@ -62,7 +62,7 @@ def cached_repository(folder, home):
     (root / "refs" / "main").write_text(commit)
 
 
-@pytest.mark.parametrize("kind", ["folder", "repository"])
+@pytest.mark.parametrize("kind", [pytest.param("folder", marks=pytest.mark.slow), "repository"])
 def test_v41_opens_and_speaks_as_with_the_package(tmp_path, photo, kind):
     source, home = make_tiny(tmp_path / "source", progress=False), tmp_path / "home"
     home.mkdir()
