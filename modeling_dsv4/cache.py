@@ -447,7 +447,7 @@ def check_cache(cache, config=None) -> None:
         raise ValueError(f"cache is a {type(cache).__name__}; accepted: Dsv4Cache, which owns the shared entries.")
     if cache is not None and config is not None:
         expected = [config.ratio(layer) if mode == "full" else 0 for layer, mode in enumerate(config.layer_modes)]
-        found = [0 if layer.store is None else layer.store.ratio for layer in cache.layers]
+        found = cache._schedule[0]
         if found != expected:
             raise ValueError(
                 f"cache was made for layers that pool {found} tokens; accepted: {expected}, as the model's."

@@ -157,7 +157,9 @@ def test_k2_every_crop_of_v4_at_every_offset(model, count, kv_format):
         logits_of(model, torch.cat([row[:, : length - count], v41.some_ids(1, count, seed=9)], 1), cache=cache)
         cache.crop(-count)
         found = logits_of(model, row[:, length - count : length - count + 3], cache=cache)
-        assert (found - whole[:, length - count : length - count + 3]).abs().max() < v41.EXACT
+        assert (
+            found - whole[:, length - count : length - count + 3]
+        ).abs().max() < v41.EXACT and found.abs().max() > 0.1
 
 
 @pytest.mark.parametrize("length", [2, 9, 20])

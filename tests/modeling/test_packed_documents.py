@@ -77,7 +77,7 @@ def test_two_rows_of_documents_and_padding(model):
     with torch.no_grad():
         together = model(ids, attention_mask=mask, position_ids=positions).logits[mask.bool()]
         alone = torch.cat([model(row[None]).logits[0] for row in rows])
-    assert (together - alone).abs().max() < v41.EXACT
+    assert (together - alone).abs().max() < v41.EXACT and alone.abs().max() > 0.1
 
 
 def test_loss_and_gradients_are_those_of_each_document_alone(model):
@@ -125,7 +125,7 @@ def test_images_stay_in_their_document():
             model(row[None], pixel_values=part, image_grid_hw=grid[None]).logits[0]
             for row, part, grid in zip(rows, pixels.split(8), grids, strict=True)
         ]
-    assert (together - torch.cat(alone)).abs().max() < v41.EXACT
+    assert (together - torch.cat(alone)).abs().max() < v41.EXACT and together.abs().max() > 0.1
 
 
 def test_a_cache_is_refused(model):
