@@ -7,10 +7,12 @@ CKPT ?=
 
 .PHONY: demo test quality style clean
 
-# torch goes first: packages that only ask for "torch" must find the pinned one.
+# torch goes first: packages that only ask for "torch" must find the pinned one. For the
+# tests of the kernels, Triton runs on the CPU, and `kernels` loads a local folder; what else they ask for is not used.
 $(VENV)/.ready: constraints.txt setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps triton kernels
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test]"
 	touch $@
 

@@ -24,7 +24,13 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     # The command line lives in `convert/`; a top-level package of that name would be too generic to install.
-    packages=["modeling_dsv4", "modeling_dsv4.training", "processing_dsv4", "dsv4_convert"],
+    packages=[
+        "modeling_dsv4",
+        "modeling_dsv4.training",
+        "modeling_dsv4.triton_kernels",
+        "processing_dsv4",
+        "dsv4_convert",
+    ],
     package_dir={"dsv4_convert": "convert"},
     entry_points={"console_scripts": ["dsv4-convert = dsv4_convert.__main__:main"]},
     install_requires=[
@@ -38,5 +44,5 @@ setup(
         "numpy",
         "tqdm",
     ],
-    extras_require={"test": TEST, "plots": ["matplotlib"]},
+    extras_require={"test": TEST, "plots": ["matplotlib"], "kernels": ["kernels>=0.17", "triton>=3.4"]},
 )

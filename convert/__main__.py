@@ -155,6 +155,23 @@ def _info(arguments: argparse.Namespace) -> None:
     print("\n".join(describe(arguments.path, machine)))
 
 
+def _add_kernels(commands) -> None:
+    parser = commands.add_parser(
+        "kernels",
+        help="write the Triton kernels as a repository of the `kernels` library",
+        description="Write the Triton kernels in the layout that kernels.get_kernel and model.set_kernels(PATH) load, ready "
+        "to be uploaded to the Hub.",
+    )
+    parser.add_argument("dst", metavar="DST", help="folder to make; must not exist or be empty")
+    parser.set_defaults(run=_kernels)
+
+
+def _kernels(arguments: argparse.Namespace) -> None:
+    from .kernel_repository import write_kernels
+
+    print(write_kernels(arguments.dst))
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     installed = __package__ != "convert"
@@ -169,6 +186,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_info(commands)
     _add_hub(commands)
     _add_released(commands)
+    _add_kernels(commands)
     return parser
 
 

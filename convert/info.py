@@ -5,7 +5,6 @@ Every number is derived from the configuration through the tensor inventory and 
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ import torch
 from modeling_dsv4.cache import cache_codecs
 from modeling_dsv4.configuration_deepseek_v4 import Dsv4Config
 from modeling_dsv4.configuration_deepseek_v41 import Dsv41Config
+from modeling_dsv4.kernel_seam import AUTO
 from modeling_dsv4.weight_names import OPTIONAL_PARTS
 
 from .checkpoint_folder import CONFIG_NAME, read_config
@@ -213,10 +213,13 @@ def _pages(pages: int, ram: int) -> str:
 
 
 def kernels_state() -> str:
-    """Return one line on the optional kernels."""
-    if importlib.util.find_spec("modeling_dsv4.triton_kernels") is None:
-        return "not installed; the reference maths runs"
-    return "installed"
+    """Return one line on the optional kernels of this machine."""
+    if not torch.cuda.is_available():
+        return "off; without a CUDA device the reference maths runs"
+    module = AUTO.load()
+    if module is None:
+        return "none found; the reference maths runs"
+    return f"{len(module.__all__)} from {module.__name__}, version {module.VERSION}"
 
 
 def describe(path: str | os.PathLike, machine: Machine | None = None) -> Iterator[str]:

@@ -35,6 +35,7 @@ from .engram import Dsv4EngramMemory, Dsv4PackedEngramTable
 from .engram_reads import EngramStatistics, begin_reads
 from .host_tensors import host_modules
 from .hyper_connections import Dsv4HyperConnection, Dsv4HyperHead, collapse_streams, first_pre
+from .kernel_seam import KernelsMixin
 from .layers import Dsv4GroupedLinear, Dsv4Head, Dsv4RMSNorm
 from .moe import Dsv4Experts, Dsv4TopKRouter, balanced_token_experts
 from .mtp import Dsv4Mtp
@@ -98,7 +99,7 @@ class Dsv4CausalLMOutput(MoeCausalLMOutputWithPast):
         self.loss_parts = (self.loss_parts or {}) | {name: part.detach()}
 
 
-class Dsv4PreTrainedModel(ReleasedCheckpointMixin, PreTrainedModel):
+class Dsv4PreTrainedModel(ReleasedCheckpointMixin, KernelsMixin, PreTrainedModel):
     """Loading, saving, initialisation and flags common to all classes."""
 
     base_model_prefix = "model"
