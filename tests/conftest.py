@@ -1,10 +1,22 @@
 """Shared pytest options: `--run-benchmark` turns the timed comparisons on."""
 
+from pathlib import Path
+
 import pytest
 
 
 def pytest_addoption(parser):
     parser.addoption("--run-benchmark", action="store_true", default=False, help="run the tests marked `benchmark`")
+    parser.addoption("--benchmark-out", metavar="DIR", help="folder for the tables and plots of benchmarks")
+
+
+@pytest.fixture(scope="session")
+def benchmark_out(request, tmp_path_factory):
+    """Folder for what a benchmark keeps: tables as JSON, plots."""
+    given = request.config.getoption("--benchmark-out")
+    folder = Path(given) if given else tmp_path_factory.mktemp("benchmarks")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def pytest_collection_modifyitems(config, items):
