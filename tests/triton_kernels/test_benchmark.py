@@ -37,15 +37,22 @@ def milliseconds(function, repeats=20, warmup=3):
     return sorted(start.elapsed_time(end) for start, end in events)[repeats // 2]
 
 
-@pytest.fixture(scope="module")
-def rates():
-    """Bytes a millisecond of a copy (read and written), and bfloat16 operations a millisecond of a large product."""
+def copy_rate():
+    """Bytes a millisecond of a large copy, read and written."""
     source = torch.randn(2**30, device="cuda", dtype=torch.bfloat16)
     target = torch.empty_like(source)
-    copy = 2 * source.nbytes / milliseconds(lambda: target.copy_(source))
-    del source, target
+    return 2 * source.nbytes / milliseconds(lambda: target.copy_(source))
+
+
+def product_rate():
+    """Operations a millisecond of a large bfloat16 product of random numbers."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    product = 2 * 8192**3 / milliseconds(lambda: a @ b)
+    return 2 * 8192**3 / milliseconds(lambda: a @ b)
+
+
+@pytest.fixture(scope="module")
+def rates():
+    copy, product = copy_rate(), product_rate()
     print(f"\ncopy {copy / 1e9:.2f} TB/s, bfloat16 products {product / 1e9:.0f} TFLOP/s")
     print(f"{'':44}{'kernel':>9}{'eager':>9}{'compiled':>9}  ms {'MB':>9}{'GFLOP':>9}{'bound':>9}{'ratio':>7}")
     return copy, product
