@@ -29,7 +29,6 @@ FP8_BLOCK, MXFP4_BLOCK, NVFP4_BLOCK = 32, 32, 16
 # Codes of a stored weight that are looked up at a time: their int32 copies are the only memory beside the result.
 LOOKUP_CODES = 1 << 20
 
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # Rounding boundaries between neighbouring magnitudes. A tie goes to the even code (contract section 2), so the
 # boundary above an even code belongs to it and the boundary above an odd code to the next one.
 _E2M1_TIES_DOWN = (0.25, 1.25, 2.5, 5.0)
@@ -53,7 +52,8 @@ def power_of_two_scale(amax: torch.Tensor, top: float, floor: float) -> torch.Te
     Returns:
         `torch.Tensor` of the shape of `amax`, uint8: E8M0 codes, scale = 2 ** (code - 127).
     """
-    reciprocal = torch.tensor(1.0 / top, dtype=torch.float32, device=amax.device)
+    # Made on the device: a copy from the host could not be part of a captured graph.
+    reciprocal = torch.full((), 1.0 / top, dtype=torch.float32, device=amax.device)
     bits = (amax.float().clamp(min=floor) * reciprocal).view(torch.int32)
     return ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(0, 254).to(torch.uint8)
 
@@ -114,8 +114,13 @@ def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
 
 def decode_e2m1(code: torch.Tensor) -> torch.Tensor:
     """Return the float32 values of E2M1 codes 0 to 15 (uint8, any shape)."""
-    table = torch.tensor(_E2M1 + tuple(-v for v in _E2M1), dtype=torch.float32, device=code.device)
-    return table[code.long()]
+    # The table is computed on the device: a copy from the host could not be part of a captured graph. Codes from 2 on are
+    # the top bits of a float32 with another exponent bias; 0 and 1 are 0 and a half.
+    codes = torch.arange(16, dtype=torch.int32, device=code.device)
+    magnitude = codes & 7
+    small = (magnitude * 0.5).view(torch.int32)
+    bits = torch.where(magnitude < 2, small, (magnitude << 22) + (126 << 23)) | (codes & 8) << 28
+    return bits.view(torch.float32)[code.long()]
 
 
 def pack_nibbles(code: torch.Tensor) -> torch.Tensor:
