@@ -91,12 +91,15 @@ class LayerContext(NamedTuple):
 
 
 class NewEntries(NamedTuple):
-    """Entries that a call completes: latents `[B, M, D]`, each row's first column `[B]` and counts afterwards `[B]`."""
+    """Entries that a call completes: latents `[B, M, D]`, each row's first column `[B]` and counts afterwards `[B]`.
+
+    total is the largest count, `None` in a static layout, which takes an entry of every row, complete or not.
+    """
 
     latents: torch.Tensor
     first: torch.Tensor
     counts: torch.Tensor
-    total: int
+    total: int | None
 
 
 class Dsv4Compressor(nn.Module):
@@ -132,7 +135,7 @@ class Dsv4Compressor(nn.Module):
             keep_extra (`int`, *optional*): see `TokenRing.append`.
         """
         first, counts = layout.past // self.ratio, layout.lengths // self.ratio
-        total = int(counts.max())
+        total = None if layout.is_static else int(counts.max())
         if self.ratio == 1:
             return NewEntries(self.kv_norm(self.kv_proj(x)), first, counts, total)
         # Keys and gates are float32 from here to the pooled latent.
@@ -141,7 +144,8 @@ class Dsv4Compressor(nn.Module):
         if ring is not None:
             projected = ring.append(projected, layout, keep_extra=keep_extra)
         held = projected.shape[1] - layout.columns
-        groups = self._groups(projected, layout, first, int((counts - first).max()), held)
+        width = 1 if layout.is_static else int((counts - first).max())
+        groups = self._groups(projected, layout, first, width, held)
         latents = self._pool(groups, first).to(x.dtype)
         return NewEntries(self.kv_norm(latents), first, counts, total)
 

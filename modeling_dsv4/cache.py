@@ -6,11 +6,16 @@ ids. Shared parts belong to the source layer and are changed once; the layers th
 
 Rows have lengths of their own (`lengths`), so left and right padding need no special case. `get_seq_length()` counts
 columns, padding included, as `generate` expects.
+
+With `max_length` every tensor is allocated by the first call and written in place from then on. A later call of one
+column without padding then waits for no value on the host and has one shape for every length (`SequenceLayout.is_static`),
+so that it can be captured or compiled; only `columns` and `column_mask` are counted on the host.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,16 +45,19 @@ STATE = ("lengths", "column_mask", "_droppable", "window_floor")
 class SourceStore:
     """What a source layer owns for itself and the layers that read it: entries, index keys, the open group."""
 
-    def __init__(self, config, layer: int, rollback: int, codecs: dict[str, CacheCodec], capacity: int | None):
+    def __init__(
+        self, config, layer: int, rollback: int, codecs: dict[str, CacheCodec], capacity: int | None, spare: int | None
+    ):
         self.ratio = config.ratio(layer)
-        limit = None if capacity is None else capacity // self.ratio
+        # Rounded up: the group that a last token leaves open has a place too.
+        limit = None if capacity is None else -(-capacity // self.ratio)
         self.entries = EntryStore(codecs["compressed"], limit)
         self.index_keys = EntryStore(codecs["index"], limit) if config.selects(layer) else None
         # Projected tokens that the next group, or a group re-opened by a rollback, still needs. Never rounded.
         reach = self.ratio * (2 if config.overlaps(layer) else 1) - 1 + rollback
-        self.open_group = TokenRing(reach, UNROUNDED) if self.ratio > 1 else None
+        self.open_group = TokenRing(reach, UNROUNDED, spare) if self.ratio > 1 else None
         own_index_group = config.pools_index_keys and config.selects(layer)
-        self.open_index_group = TokenRing(reach, UNROUNDED) if own_index_group else None
+        self.open_index_group = TokenRing(reach, UNROUNDED, spare) if own_index_group else None
 
     @property
     def parts(self) -> list:
@@ -66,12 +74,15 @@ class Dsv4CacheLayer(CacheLayerMixin):
 
     is_sliding = True
     is_croppable = True
-    is_compileable = False
     supports_early_init = False
 
     def __init__(self, owner: Dsv4Cache, window: TokenRing, store: SourceStore | None):
         super().__init__()
         self._owner, self.window, self.store = owner, window, store
+
+    @property
+    def is_compileable(self) -> bool:
+        return self._owner.max_length is not None
 
     def keep_extra(self, columns: int) -> int:
         """Slots that the window keeps beyond its size for a call of `columns` columns."""
@@ -116,7 +127,8 @@ class Dsv4Cache(Cache):
         kv_format (`str`, *optional*, defaults to `"packed"`): "packed" stores FP8 / FP4 bytes, "float" the rounded
             values in the model's dtype; both give the same logits.
         rollback (`int`, *optional*, defaults to 16): tokens per row that `crop` can take back.
-        max_length (`int`, *optional*): fixed capacity in columns, padding included, allocated once; `None` grows.
+        max_length (`int`, *optional*): fixed capacity in columns, padding included, allocated once by the first call;
+            `None` grows.
 
     Raises:
         ValueError: for an unknown format, a bad `rollback` or `max_length`, or "packed" with `cache_rounding=False` (unrounded values cannot be packed).
@@ -134,17 +146,18 @@ class Dsv4Cache(Cache):
             raise ValueError(f"max_length is {max_length!r}; accepted: None or an integer >= 1.")
         self.kv_format, self.rollback, self.max_length = kv_format, rollback, max_length
         codecs = cache_codecs(text, kv_format)
+        spare = None if max_length is None else min(max_length, MAX_RECORDED)
         layers = []
         for layer, mode in enumerate(text.layer_modes):
-            window = TokenRing(text.sliding_window - 1 + rollback, codecs["window"])
-            store = SourceStore(text, layer, rollback, codecs, max_length) if mode == "full" else None
+            window = TokenRing(text.sliding_window - 1 + rollback, codecs["window"], spare)
+            store = SourceStore(text, layer, rollback, codecs, max_length, spare) if mode == "full" else None
             layers.append(Dsv4CacheLayer(self, window, store))
         super().__init__(layers=layers)
         # What a drafter keeps of the last tokens (contract section 12); empty until a model that has one fills it.
         kinds = [(size, codecs["window"] if of_window else UNROUNDED) for size, of_window in text.draft_rings]
-        self.draft = [TokenRing(size + rollback, codec) for size, codec in kinds]
+        self.draft = [TokenRing(size + rollback, codec, spare) for size, codec in kinds]
         reach = text.engram_max_ngram_size - 1 if text.engram_layer_ids else 0
-        self.ngram_ids = TokenRing(reach + rollback, UNROUNDED) if text.engram_layer_ids else None
+        self.ngram_ids = TokenRing(reach + rollback, UNROUNDED, spare) if text.engram_layer_ids else None
         # What a saved cache must share with the configuration that reads it.
         ratios = [layer.store.ratio if layer.store else 0 for layer in self.layers]
         widths = [text.sliding_window, text.head_dim, text.qk_rope_head_dim, text.index_head_dim, reach]
@@ -165,6 +178,12 @@ class Dsv4Cache(Cache):
         parts = [part for layer in self.layers for part in layer.parts]
         return [*parts, *([] if self.ngram_ids is None else [self.ngram_ids]), *self.draft]
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Every tensor of the parts, and what is counted of the rows: all that a step in a fixed capacity changes."""
+        stored = [tensor for part in self._parts for tensor in part.parts or ()]
+        return stored + [t for t in (self.lengths, self._droppable, self.window_floor) if t is not None]
+
     # ---- used by the model ------------------------------------------------------------------------------------------
 
     def layout(self, valid: torch.Tensor | None, batch: int, columns: int, device: torch.device) -> SequenceLayout:
@@ -180,13 +199,22 @@ class Dsv4Cache(Cache):
         """
         if self.lengths is not None and len(self.lengths) != batch:
             raise ValueError(f"the call has {batch} rows; accepted: {len(self.lengths)}, as the cache holds.")
+        self.check_room(columns)
+        if self.lengths is None:
+            past = torch.zeros(batch, dtype=torch.long, device=device)
+        else:
+            past = self.lengths.to(device, copy=True)  # which are counted in place
+        layout = SequenceLayout.from_mask(valid, past, columns)
+        is_static = self.max_length is not None and self.lengths is not None and columns == 1 and valid is None
+        return replace(layout, is_static=True) if is_static else layout
+
+    def check_room(self, columns: int) -> None:
+        """Raise a `ValueError` if `columns` more would pass the capacity."""
         if self.max_length is not None and self.columns + columns > self.max_length:
             raise ValueError(
                 f"the cache was made for {self.max_length} tokens (max_length); it holds {self.columns} "
                 f"and {columns} more were given."
             )
-        past = torch.zeros(batch, dtype=torch.long, device=device) if self.lengths is None else self.lengths.to(device)
-        return SequenceLayout.from_mask(valid, past, columns)
 
     def keep_extra(self, columns: int) -> int:
         """Slots that rings keep beyond their size for a call of `columns` columns (drafts being verified)."""
@@ -197,19 +225,31 @@ class Dsv4Cache(Cache):
     ) -> None:
         """Count the tokens of a finished call; `valid` is the mask of its columns before shifting, or `None`."""
         self.window_floor = window_floor
-        bound = self.rollback + self.keep_extra(layout.columns)
         held = torch.zeros_like(layout.past) if self._droppable is None else self._droppable
-        self._droppable = torch.minimum(held + layout.new, torch.full_like(held, bound))
-        self.lengths = layout.lengths
+        bound = self.rollback + self.keep_extra(layout.columns)
+        self._put("_droppable", (held + layout.new).clamp(max=bound))
+        self._put("lengths", layout.lengths)
+        self.advance_columns(layout.columns, valid)
+
+    def advance_columns(self, count: int, valid: torch.Tensor | None = None) -> None:
+        """Count columns: what `advance` does on the host, and a replayed graph leaves out."""
         if valid is not None or self.column_mask is not None:
-            batch, device = len(layout.new), layout.new.device
+            batch, device = len(self.lengths), self.lengths.device
             before, new = self.column_mask, valid
             if before is None:
                 before = torch.ones(batch, self.columns, dtype=torch.bool, device=device)
             if new is None:
-                new = torch.ones(batch, layout.columns, dtype=torch.bool, device=device)
+                new = torch.ones(batch, count, dtype=torch.bool, device=device)
             self.column_mask = torch.cat([before, new], dim=1)
-        self.columns += layout.columns
+        self.columns += count
+
+    def _put(self, name: str, value: torch.Tensor) -> None:
+        """Set a tensor of the state, in place where the capacity is fixed."""
+        held = getattr(self, name)
+        if self.max_length is None or held is None:
+            setattr(self, name, value)
+        else:
+            held.copy_(value)
 
     # ---- the interface of transformers ------------------------------------------------------------------------------
 
@@ -313,23 +353,16 @@ class Dsv4Cache(Cache):
 
     def _drop(self, dropped: torch.Tensor) -> None:
         """Drop `dropped` `[B]` real tokens of each row from every part, and trim rings to their size."""
-        most = int(dropped.max())
-        if most == 0:
-            for part in self._parts:
-                if isinstance(part, TokenRing):
-                    part.trim()
-            self._droppable = self._droppable.clamp(max=self.rollback)
-            return
         if bool((dropped > self._droppable).any()):
             raise ValueError(
                 f"crop would drop {dropped.tolist()} tokens of the rows; accepted: at most {self._droppable.tolist()} "
                 f"(rollback={self.rollback})."
             )
+        self._put("lengths", self.lengths - dropped)
+        self._put("_droppable", (self._droppable - dropped).clamp(max=self.rollback))
         for part in self._parts:
             if isinstance(part, TokenRing):
-                part.drop(dropped)
-        self.lengths = self.lengths - dropped
-        self._droppable = (self._droppable - dropped).clamp(max=self.rollback)
+                part.trim(self.lengths)
 
     def _map(self, function) -> None:
         if self.lengths is None:

@@ -23,7 +23,7 @@ from .fp_codecs import (
     round_mxfp4,
     round_nvfp4,
 )
-from .sequence_layout import SequenceLayout
+from .sequence_layout import SequenceLayout, take_rows_from
 
 # Channels per scale of V4's window and compressed entries (contract spec_v4, item 2).
 V4_BLOCK = 64
@@ -129,19 +129,22 @@ class _Storage:
 
 
 class TokenRing(_Storage):
-    r"""Values of the last tokens of each row, right-aligned: slot i of `size` holds position length - size + i.
+    r"""Values of the last tokens of each row: the one at position p lies in slot p % slots, whichever row has how many.
 
-    Slots of negative positions, and the oldest slots after a rollback, hold nothing of meaning; the cache keeps
-    count of how far a row may be rolled back (`Dsv4Cache.crop`).
+    A token is there until the one `slots` positions later takes its place, so that dropping the last ones moves nothing.
+    Slots of tokens that are not there (before the first, or taken by dropped ones) hold nothing of meaning; the cache
+    keeps count of how far a row may be rolled back (`Dsv4Cache.crop`).
 
     Args:
         size (`int`): tokens kept per row.
         codec (`CacheCodec`): how they are stored.
+        spare (`int` or `None`): slots beyond `size`, allocated once, for all that a verification may drop; `None`: they
+            come and go with `keep_extra`.
     """
 
-    def __init__(self, size: int, codec: CacheCodec):
+    def __init__(self, size: int, codec: CacheCodec, spare: int | None = None):
         super().__init__(codec)
-        self.size = size
+        self.size, self.spare = size, spare
 
     def append(self, x: torch.Tensor, layout: SequenceLayout, *, keep_extra: int = 0) -> torch.Tensor:
         r"""Add the new tokens of every row and return past and new values together.
@@ -149,7 +152,7 @@ class TokenRing(_Storage):
         Args:
             x (`torch.Tensor` of shape `[B, S, ...]`): values before rounding, in shifted columns.
             layout (`SequenceLayout`): of the call.
-            keep_extra (`int`, *optional*): slots kept beyond `size` until the next `trim` (verification of drafts).
+            keep_extra (`int`, *optional*): tokens kept beyond `size` until the next `trim` (verification of drafts).
 
         Returns:
             `torch.Tensor` of shape `[B, size + S, ...]`, dtype of `x`, rounded; column i holds position past - size + i.
@@ -158,50 +161,66 @@ class TokenRing(_Storage):
         fresh = self.codec.encode(x)
         if self.parts is None:
             self.dtype = x.dtype
-            self.parts = tuple(part.new_zeros(part.shape[0], self.size, *part.shape[2:]) for part in fresh)
-        past = self._last(self.size)
-        merged = tuple(torch.cat([old, new], dim=1) for old, new in zip(self.parts, fresh, strict=True))
-        kept = min(self.size + keep_extra, merged[0].shape[1])
-        # A row with `new` real columns ends at column held + new, where padding starts.
-        held = self.parts[0].shape[1]
-        if layout.is_ragged:
-            self.parts = _slots_before(merged, held + layout.new, kept)
-        else:
-            self.parts = tuple(part[:, part.shape[1] - kept :].clone() for part in merged)
-        return torch.cat([self.codec.decode(past, x.dtype), self.codec.rounded(x)], dim=1)
+            slots = self._slots(keep_extra)
+            self.parts = tuple(part.new_zeros(part.shape[0], slots, *part.shape[2:]) for part in fresh)
+        past = self.codec.decode(self._last(self.size, layout.past), x.dtype)
+        self._resize(self._slots(keep_extra), layout.past)
+        self._write(fresh, layout)
+        return torch.cat([past, self.codec.rounded(x)], dim=1)
 
-    def last(self, count: int) -> torch.Tensor:
-        """Return the last `count` (at most `size`) values of each row, `[B, count, ...]`, as they were stored."""
-        return self.codec.decode(self._last(count), self.dtype)
+    def last(self, count: int, lengths: torch.Tensor) -> torch.Tensor:
+        """Return the last `count` (at most `size`) values of rows of `lengths` `[B]`, `[B, count, ...]`, as stored."""
+        return self.codec.decode(self._last(count, lengths), self.dtype)
 
-    def _last(self, count: int) -> tuple[torch.Tensor, ...]:
-        return tuple(part[:, -count:] if count else part[:, :0] for part in self.parts)
-
-    def trim(self) -> None:
-        """Keep `size` slots."""
+    def trim(self, lengths: torch.Tensor) -> None:
+        """Keep the last `size` tokens of rows of `lengths` `[B]`, int64."""
         if self.parts is not None:
-            self.parts = tuple(part.clone() for part in self._last(self.size))
+            self._resize(self._slots(0), lengths)
 
-    def drop(self, count: torch.Tensor) -> None:
-        """Forget the last `count` (`[B]`, int64) tokens of each row, and trim to `size` slots."""
-        if self.parts is None:
+    def _slots(self, keep_extra: int) -> int:
+        return max(self.size + (keep_extra if self.spare is None else self.spare), 1)
+
+    def _last(self, count: int, lengths: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        where = self._where(lengths[:, None] - count + torch.arange(count, device=lengths.device))
+        return tuple(part[where] for part in self.parts)
+
+    def _where(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row and slot of positions `[B, N]` int64."""
+        slots = positions.to(self.parts[0].device) % self.parts[0].shape[1]
+        return torch.arange(len(slots), device=slots.device)[:, None], slots
+
+    def _write(self, fresh: tuple[torch.Tensor, ...], layout: SequenceLayout) -> None:
+        """Put the last new tokens of each row into their slots; what is padding of a row leaves its slots as they are."""
+        count = min(layout.columns, self.parts[0].shape[1])
+        start = (layout.new - count).clamp(min=0)
+        columns = start[:, None] + torch.arange(count, device=start.device)
+        where = self._where(layout.past[:, None] + columns)
+        real = (columns < layout.new[:, None]).to(where[1].device) if layout.is_ragged else None
+        for part, new in zip(self.parts, fresh, strict=True):
+            new = new if count == layout.columns else take_rows_from(new, start, count)
+            if real is not None:
+                new = torch.where(real.view(*real.shape, *[1] * (new.ndim - 2)), new, part[where])
+            part[where] = new
+
+    def _resize(self, slots: int, lengths: torch.Tensor) -> None:
+        """Have `slots` slots, with as many of the last tokens of rows of `lengths` `[B]` as fit."""
+        held = self.parts[0].shape[1]
+        if slots == held:
             return
-        self.parts = _slots_before(self.parts, self.parts[0].shape[1] - count, self.size)
+        count = min(slots, held)
+        kept = self._last(count, lengths)
+        self.parts = tuple(part.new_zeros(part.shape[0], slots, *part.shape[2:]) for part in self.parts)
+        where = self._where(lengths[:, None] - count + torch.arange(count, device=lengths.device))
+        for part, values in zip(self.parts, kept, strict=True):
+            part[where] = values
 
     def nbytes(self, tokens: int | None = None) -> int:
-        """Bytes held for all rows, or for at most `tokens` tokens of each."""
+        """Bytes allocated for all rows, or used by at most `tokens` tokens of each."""
         if self.parts is None:
             return 0
-        share = 1.0 if tokens is None else min(tokens, self.parts[0].shape[1]) / max(self.parts[0].shape[1], 1)
+        slots = self.parts[0].shape[1]
+        share = 1.0 if tokens is None else min(tokens, self.size) / slots
         return int(sum(part.nbytes for part in self.parts) * share)
-
-
-def _slots_before(parts: tuple[torch.Tensor, ...], stop: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
-    """Return the `count` slots of each row before its column `stop` `[B]`; what would lie before column 0 is filler."""
-    device = parts[0].device  # the layers of a cache may lie on several devices, its counts lie on one
-    columns = (stop.to(device)[:, None] - count + torch.arange(count, device=device)).clamp(min=0)
-    rows = torch.arange(len(stop), device=device)[:, None]
-    return tuple(part[rows, columns] for part in parts)
 
 
 @dataclass(frozen=True)
@@ -257,29 +276,34 @@ class EntryStore(_Storage):
         super().__init__(codec)
         self.capacity = capacity
 
-    def write(self, x: torch.Tensor, first: torch.Tensor, counts: torch.Tensor, total: int) -> EntryView:
+    def write(self, x: torch.Tensor, first: torch.Tensor, counts: torch.Tensor, total: int | None) -> EntryView:
         r"""Write new entries of every row and return the view of all.
 
         Args:
-            x (`torch.Tensor` of shape `[B, M, D]`): values before rounding; row b has `counts[b]` of them.
+            x (`torch.Tensor` of shape `[B, M, D]`): values before rounding; row b has `counts[b] - first[b]` of them.
             first (`torch.Tensor` of shape `[B]`, int64): column of each row's first new entry.
             counts (`torch.Tensor` of shape `[B]`, int64): entries each row has afterwards.
-            total (`int`): largest of `counts`.
+            total (`int` or `None`): largest of `counts`. `None`, where shapes may not depend on values: all M columns are
+                written (what lies behind a row's count is never seen, and written again), and viewed is the capacity.
 
         Returns:
             `EntryView` of `total` columns. Where `x` needs a gradient, the new entries of the view carry it.
         """
         columns = first[:, None] + torch.arange(x.shape[1], device=x.device)
-        self._reserve(x, total)
-        rows, kept = torch.arange(len(first), device=x.device)[:, None].expand_as(columns), columns < counts[:, None]
-        where = (rows[kept], columns[kept])
+        rows = torch.arange(len(first), device=x.device)[:, None].expand_as(columns)
+        if total is None:
+            written, where = ..., (rows, columns)
+        else:
+            self._reserve(x, total)
+            written = columns < counts[:, None]
+            where = rows[written], columns[written]
         if x.shape[1]:
             for part, new in zip(self.parts, self.codec.encode(x), strict=True):
-                part[where] = new[kept]
+                part[where] = new[written]
         view = EntryView(tuple(part[:, :total] for part in self.parts), self.codec, x.dtype)
         if not (x.requires_grad and torch.is_grad_enabled()):
             return view
-        values = view.read().clone().index_put(where, self.codec.rounded(x)[kept])
+        values = view.read().clone().index_put(where, self.codec.rounded(x)[written])
         return EntryView((values,), UNROUNDED, x.dtype)
 
     def _reserve(self, x: torch.Tensor, total: int) -> None:

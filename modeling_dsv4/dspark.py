@@ -204,7 +204,7 @@ class Dsv4DSpark(nn.ModuleList):
         positions = lengths[:, None] - window + torch.arange(window, device=tokens.device)
         # Bounded replay leaves nothing before its floor.
         first = 0 if cache.window_floor is None else cache.window_floor[:, None].to(tokens.device)
-        entries = cache.draft[0].last(window)
+        entries = cache.draft[0].last(window, lengths)
         states = self.run_block(embed(self.block_ids(tokens)), lengths, entries, positions >= first)
         base = head(self[-1].norm(states))
         previous, drafted = [tokens], []

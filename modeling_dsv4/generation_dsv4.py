@@ -59,18 +59,26 @@ class Dsv4GenerationMixin(Dsv4DraftMixin, GenerationMixin):
     def prepare_inputs_for_generation(self, input_ids, *args, inputs_embeds=None, **kwargs):
         """Keep the token ids beside prompt embeddings: n-grams and image positions are read from them.
 
-        Whole sequences are cut to what the cache has not seen, which transformers' assisted decoding leaves out.
+        Whole sequences are cut to what the cache has not seen, which transformers' assisted decoding leaves out. A step of
+        decoding adds a real token to every row, so neither mask nor positions say anything new, and nobody waits for them.
         """
         cache, mask = kwargs.get("cache"), kwargs.get("attention_mask")
         whole = mask is not None and mask.ndim == 2 and mask.shape[1] == input_ids.shape[1]
         if whole and cache is not None and inputs_embeds is None and kwargs.get("next_sequence_length") is None:
             if 0 < cache.get_seq_length() < input_ids.shape[1]:
                 kwargs["next_sequence_length"] = input_ids.shape[1] - cache.get_seq_length()
+        if cache is not None and kwargs.get("next_sequence_length") == 1 and not kwargs.get("is_first_iteration"):
+            kwargs |= {"attention_mask": None, "position_ids": None}
         inputs = super().prepare_inputs_for_generation(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
         embeds = inputs.get("inputs_embeds")
         if embeds is not None and inputs.get("input_ids") is None and input_ids.shape[1] >= embeds.shape[1]:
             inputs["input_ids"] = input_ids[:, -embeds.shape[1] :].clone()
         return inputs
+
+    @staticmethod
+    def create_masks_for_generate(attention_mask=None, **kwargs):
+        """Keep the mask of padding: the model reads it and needs no other."""
+        return attention_mask
 
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, *args, **kwargs

@@ -377,7 +377,7 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
         """Let the drafter keep what it needs of the tokens that the last layer computed, if it saw all before them."""
         if self.drafter is None or not cache.draft:
             return
-        if cache.draft[0].parts is not None or not bool(layout.past.any()):
+        if cache.draft[0].parts is not None or not (layout.is_static or bool(layout.past.any())):
             device = self.drafter_device
             features = [part.to(device) for part in features]
             streams, embeds = streams.to(device), layout.take_tail(embeds, last_layout).to(device)
@@ -461,10 +461,10 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
         image_token_id = getattr(self.config, "image_token_id", None)
         if ids is not None and image_token_id is not None and text.has_image_bias:
             image_mask = ids == image_token_id
-            image_mask = image_mask if bool(image_mask.any()) else None
+            image_mask = image_mask if layout.is_static or bool(image_mask.any()) else None
         rows = {}
         if text.engram_layer_ids:
-            compressed = self.ngram_hash.compress(ids, image_mask)
+            compressed = self.ngram_hash.compress(ids, image_mask, check=not layout.is_static)
             if cache is not None:
                 extra = cache.keep_extra(layout.columns)
                 compressed = cache.ngram_ids.append(compressed, layout, keep_extra=extra)

@@ -70,14 +70,14 @@ class Dsv4MtpLayer(Dsv4DecoderLayer):
 class _ReadOnlyWindow:
     """A window as attention takes it, which does not keep what is added: a draft is no part of the past."""
 
-    def __init__(self, ring: TokenRing, size: int):
-        self.window, self._ring, self._size = self, ring, size
+    def __init__(self, ring: TokenRing, size: int, lengths: torch.Tensor):
+        self.window, self._past, self._codec = self, ring.last(size, lengths), ring.codec
 
     def keep_extra(self, columns: int) -> int:
         return 0
 
     def append(self, x: torch.Tensor, layout: SequenceLayout, *, keep_extra: int = 0) -> torch.Tensor:
-        return torch.cat([self._ring.last(self._size), self._ring.codec.rounded(x)], dim=1)
+        return torch.cat([self._past, self._codec.rounded(x)], dim=1)
 
 
 class Dsv4Mtp(nn.ModuleList):
@@ -117,13 +117,14 @@ class Dsv4Mtp(nn.ModuleList):
     ) -> DraftBlock:
         """Draft the token after `tokens` (see `Dsv4DSpark.propose`)."""
         entries, last_streams = cache.draft
-        past = cache.lengths.to(tokens.device) - 1
+        lengths = cache.lengths.to(tokens.device)
+        past = lengths - 1
         layout = SequenceLayout(past, torch.ones_like(past), 1, floor=cache.window_floor).to(tokens.device)
         frequencies = {"main": self._frequencies(tokens.device)}
         tables = {"main": rotary_table(layout.position_ids, frequencies["main"])}
         context = LayerContext(layout, tables, frequencies, None, tokens[:, None])
-        window = _ReadOnlyWindow(entries, self.config.sliding_window - 1)
-        state = self[0].predict(last_streams.last(1), embed(tokens[:, None]), context, window)
+        window = _ReadOnlyWindow(entries, self.config.sliding_window - 1, lengths)
+        state = self[0].predict(last_streams.last(1, lengths), embed(tokens[:, None]), context, window)
         return DraftBlock(choose(0, head(state)[:, 0])[:, None], None)
 
     def _frequencies(self, device: torch.device) -> torch.Tensor:

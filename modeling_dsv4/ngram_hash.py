@@ -187,6 +187,8 @@ class Dsv4NgramHash(nn.Module):
                     f"the primes that engram_vocab_size={config.engram_vocab_size} gives."
                 )
         self.token_map: torch.Tensor | None = None
+        self.pad_id = self.pad_token_id  # compressed id of the pad token
+        self._constants: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def set_token_map(self, token_map: torch.Tensor | Iterable[int]) -> None:
         r"""Use a token map.
@@ -212,12 +214,16 @@ class Dsv4NgramHash(nn.Module):
                 "that the weights were trained with (set the key to null to use another tokenizer)."
             )
         self.token_map = token_map
+        self.pad_id = int(token_map[self.pad_token_id])
 
-    def compress(self, input_ids: torch.Tensor, image_mask: torch.Tensor | None) -> torch.Tensor:
+    def compress(
+        self, input_ids: torch.Tensor, image_mask: torch.Tensor | None, *, check: bool = True
+    ) -> torch.Tensor:
         r"""Return compressed ids `[B, S]` int64, DEAD at image positions.
 
         Raises:
-            ValueError: if the config needs a token map and none was set, or an id is beyond it.
+            ValueError: if the config needs a token map and none was set, or an id is beyond it. (Without `check`, which
+                waits for the ids, indexing raises in its own way.)
         """
         if self.compressed_size == self.vocab_size:
             ids = input_ids
@@ -227,16 +233,13 @@ class Dsv4NgramHash(nn.Module):
                     "this model's Engram needs the tokenizer's token map; call model.set_tokenizer(tokenizer) first."
                 )
             self.token_map = self.token_map.to(input_ids.device)
-            if not torch.compiler.is_compiling() and bool((input_ids >= len(self.token_map)).any()):
+            check = check and not torch.compiler.is_compiling()
+            if check and bool((input_ids >= len(self.token_map)).any()):
                 raise ValueError(
                     f"input_ids holds {int(input_ids.max())}; the token map ends at {len(self.token_map) - 1}."
                 )
             ids = self.token_map[input_ids]
         return ids if image_mask is None else ids.masked_fill(image_mask, DEAD)
-
-    def pad_id(self) -> int:
-        """Compressed id of the pad token."""
-        return self.pad_token_id if self.token_map is None else int(self.token_map[self.pad_token_id])
 
     def forward(self, ids: torch.Tensor, past: torch.Tensor, columns: int) -> dict[int, torch.Tensor]:
         r"""Return the table rows of every Engram layer: `{layer: [B, S, (N - 1) * heads] int64}`.
@@ -249,7 +252,7 @@ class Dsv4NgramHash(nn.Module):
         ids = torch.nn.functional.pad(ids, (max(self.reach - 1 - (ids.shape[1] - columns), 0), 0))
         lookback = ids.shape[1] - columns
         positions = past[:, None] - lookback + torch.arange(ids.shape[1], device=ids.device)
-        multipliers = torch.tensor(self.multipliers, device=ids.device)
-        primes = torch.tensor(self.primes, device=ids.device)
-        rows = ngram_rows(ids, positions >= 0, multipliers, primes, pad_id=self.pad_id(), columns=columns)
+        if self._constants is None or self._constants[0].device != ids.device:
+            self._constants = tuple(torch.tensor(c, device=ids.device) for c in (self.multipliers, self.primes))
+        rows = ngram_rows(ids, positions >= 0, *self._constants, pad_id=self.pad_id, columns=columns)
         return {layer: rows[:, :, i] for i, layer in enumerate(self.layer_ids)}

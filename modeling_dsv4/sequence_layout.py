@@ -26,6 +26,7 @@ class SequenceLayout:
         inverse (`torch.Tensor`, int64, or `None`): which column each of the caller's places went to, in the caller's shape.
         is_ragged (`bool`): whether rows differ in `new`.
         floor (`torch.Tensor` of shape `[B]`, int64, or `None`): position before which a window holds nothing; `None` = 0.
+        is_static (`bool`): whether no shape may depend on values: a step of decoding in a cache of fixed capacity.
     """
 
     past: torch.Tensor
@@ -35,6 +36,7 @@ class SequenceLayout:
     inverse: torch.Tensor | None = None
     is_ragged: bool = False
     floor: torch.Tensor | None = None
+    is_static: bool = False
 
     @classmethod
     def from_mask(cls, valid: torch.Tensor | None, past: torch.Tensor, columns: int) -> SequenceLayout:

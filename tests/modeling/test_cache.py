@@ -27,6 +27,11 @@ def _no_grad():
         yield
 
 
+@pytest.fixture(params=[None, 48], ids=["growing", "fixed"])
+def max_length(request):
+    return request.param
+
+
 def _ids(count, seed=0):
     return torch.randint(3, 128, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
@@ -90,10 +95,10 @@ class Rows:
 def assert_same_as_alone(model, cache, rows, probe=3):
     """Continue every row by `probe` tokens: equal to a run of the row alone, in one call, without a cache."""
     assert cache.get_seq_length() == rows.columns and cache.lengths.tolist() == [len(row) for row in rows.tokens]
-    states = rows.append(model, cache, [[False] * probe for _ in rows.tokens])
-    for row, found in zip(rows.tokens, states, strict=True):
+    states = [rows.append(model, cache, [[False] * count for _ in rows.tokens]) for count in (probe - 1, 1)]
+    for row, *found in zip(rows.tokens, *states, strict=True):
         alone = model(torch.tensor([row]), use_cache=False).last_hidden_state[0, -probe:]
-        assert (found - alone).abs().max() < BOUND
+        assert (torch.cat(found) - alone).abs().max() < BOUND
 
 
 def _draw_pads(data, batch, first):
@@ -112,8 +117,8 @@ def _draw_pads(data, batch, first):
 @given(st.data())
 def test_any_schedule_leaves_what_the_surviving_tokens_would(model, data):
     batch = data.draw(st.integers(1, 3), label="batch")
-    cache = Dsv4Cache(model.config, data.draw(st.sampled_from(["packed", "float"])), rollback=ROLLBACK)
-    rows = Rows(batch)
+    kv_format, max_length = data.draw(st.sampled_from(["packed", "float"])), data.draw(st.sampled_from([None, 48]))
+    cache, rows = Dsv4Cache(model.config, kv_format, ROLLBACK, max_length), Rows(batch)
     if data.draw(st.booleans(), label="recording"):
         cache.activate_past_recording()
         rows.recording = True
@@ -154,8 +159,8 @@ def _filled(model, batch=2, columns=11, rollback=ROLLBACK, **options):
 
 
 @pytest.mark.parametrize(("length", "count"), [(1, 1), (2, 1), (3, 5), (7, 1), (8, 3), (9, 2), (12, 5), (13, 4)])
-def test_crop_over_every_group_border(model, length, count):
-    cache, rows = _filled(model, 1, length)
+def test_crop_over_every_group_border(model, length, count, max_length):
+    cache, rows = _filled(model, 1, length, max_length=max_length)
     if count >= length:
         cache.crop(-count)
         assert not cache.is_initialized and cache.get_seq_length() == 0
@@ -168,18 +173,18 @@ def test_crop_over_every_group_border(model, length, count):
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_format", ["packed", "float"])
 @pytest.mark.parametrize("count", range(1, 17))
-def test_crop_of_every_count_at_every_offset(model, count, kv_format):
+def test_crop_of_every_count_at_every_offset(model, count, kv_format, max_length):
     """Both places in a group of two, and every place of the window of eight; rows with one more pad than the row before."""
     for length in range(24, 32):
-        cache, rows = _filled(model, 2, length, rollback=16, kv_format=kv_format)
+        cache, rows = _filled(model, 2, length, rollback=16, kv_format=kv_format, max_length=max_length)
         cache.crop(-count)
         rows.crop(count)
         assert_same_as_alone(model, cache, rows, probe=2)
 
 
 @pytest.mark.parametrize("count", [0, 3, 8])
-def test_a_verification_may_drop_what_it_appended(model, count):
-    cache, rows = Dsv4Cache(model.config, rollback=0), Rows(2, rollback=0)
+def test_a_verification_may_drop_what_it_appended(model, count, max_length):
+    cache, rows = Dsv4Cache(model.config, rollback=0, max_length=max_length), Rows(2, rollback=0)
     rows.recording = True
     rows.append(model, cache, [[False] * 10] * 2)
     with pytest.raises(ValueError, match="at most"):
@@ -189,14 +194,15 @@ def test_a_verification_may_drop_what_it_appended(model, count):
     rows.append(model, cache, [[False] * 8] * 2)
     cache.crop(-count)
     rows.crop(count)
-    assert cache.layers[0].window.parts[0].shape[1] == 7  # trimmed: the window and nothing more
+    if max_length is None:
+        assert cache.layers[0].window.parts[0].shape[1] == 7  # trimmed: the window and nothing more
     with pytest.raises(ValueError, match="rollback=0"):
         cache.crop(-1)
     assert_same_as_alone(model, cache, rows)
 
 
-def test_recording_starts_before_a_padded_prompt(model):
-    cache, rows = Dsv4Cache(model.config, rollback=2), Rows(2, rollback=2)
+def test_recording_starts_before_a_padded_prompt(model, max_length):
+    cache, rows = Dsv4Cache(model.config, rollback=2, max_length=max_length), Rows(2, rollback=2)
     cache.activate_past_recording()
     rows.recording = True
     rows.append(model, cache, [[False] * 3 + [True] * 6, [False] * 9])
@@ -209,8 +215,8 @@ def test_recording_starts_before_a_padded_prompt(model):
 
 
 @pytest.mark.parametrize("name", ["reorder_cache", "batch_select_indices", "batch_repeat_interleave"])
-def test_rows_are_reordered_selected_and_repeated(model, name):
-    cache, rows = _filled(model, 3)
+def test_rows_are_reordered_selected_and_repeated(model, name, max_length):
+    cache, rows = _filled(model, 3, max_length=max_length)
     if name == "batch_repeat_interleave":
         cache.batch_repeat_interleave(2)
         rows.take([0, 0, 1, 1, 2, 2])
@@ -222,8 +228,8 @@ def test_rows_are_reordered_selected_and_repeated(model, name):
     assert_same_as_alone(model, cache, rows)
 
 
-def test_copies_are_independent(model):
-    cache, rows = _filled(model)
+def test_copies_are_independent(model, max_length):
+    cache, rows = _filled(model, max_length=max_length)
     other, other_rows = copy.deepcopy(cache), copy.deepcopy(rows)
     assert all(layer._owner is other for layer in other.layers)
     other_rows.fresh = 60  # another suffix
@@ -234,8 +240,8 @@ def test_copies_are_independent(model):
     assert_same_as_alone(model, other, other_rows)
 
 
-def test_reset_makes_an_empty_cache(model):
-    cache, _ = _filled(model)
+def test_reset_makes_an_empty_cache(model, max_length):
+    cache, _ = _filled(model, max_length=max_length)
     cache.reset()
     assert cache.get_seq_length() == 0 and not cache.is_initialized and cache.batch_size == -1
     assert sum(cache.nbytes(allocated=True).values()) == 0
@@ -245,14 +251,14 @@ def test_reset_makes_an_empty_cache(model):
 
 
 @pytest.mark.parametrize("kv_format", ["packed", "float"])
-def test_saved_caches_continue(model, tmp_path, kv_format):
-    cache, rows = _filled(model, kv_format=kv_format)
+def test_saved_caches_continue(model, tmp_path, kv_format, max_length):
+    cache, rows = _filled(model, kv_format=kv_format, max_length=max_length)
     cache.crop(-2)
     rows.crop(2)
     path = str(tmp_path / "cache.safetensors")
     cache.save(path)
     other = Dsv4Cache.load(path, model.config)
-    assert (other.kv_format, other.rollback, other.max_length) == (kv_format, ROLLBACK, None)
+    assert (other.kv_format, other.rollback, other.max_length) == (kv_format, ROLLBACK, max_length)
     assert other.nbytes(allocated=True) == cache.nbytes(allocated=True)
     assert other._droppable.tolist() == rows.droppable
     copied = copy.deepcopy(rows)
@@ -345,18 +351,20 @@ def test_released_bytes_follow_the_closed_form(tokens):
     assert all(long[part] <= allocated[part] <= 2 * long[part] for part in long)
 
 
-def test_bytes_in_use_and_allocated(model):
+def test_bytes_in_use_and_allocated(model, max_length):
     assert sum(Dsv4Cache(model.config).nbytes().values()) == 0
-    cache, rows = _filled(model, 2, 11)
+    cache, rows = _filled(model, 2, 11, max_length=max_length)
     used, allocated = cache.nbytes(), cache.nbytes(allocated=True)
     assert set(used) == set(allocated) == {"window", "compressed", "index", "draft", "state"}
     entry, key, token = 16 + 2, 16 + 1, 32 + 1  # bytes at 32 channels: NVFP4, MXFP4, FP8
     counts = sum(len(row) // 2 for row in rows.tokens), sum(len(row) for row in rows.tokens)
     assert used["compressed"] == sum(counts) * entry and used["index"] == sum(counts) * key
-    assert allocated["compressed"] == 2 * (16 + 16) * entry and allocated["index"] == 2 * (16 + 16) * key
-    assert used["window"] == 5 * 2 * 11 * token and allocated["window"] == 5 * 2 * (7 + ROLLBACK) * token
+    entries = 16 + 16 if max_length is None else 24 + 48
+    assert allocated["compressed"] == 2 * entries * entry and allocated["index"] == 2 * entries * key
+    extra = ROLLBACK + (max_length or 0)  # of a ring; the fixed one has room for the longest verification
+    assert used["window"] == 5 * 2 * 11 * token and allocated["window"] == 5 * 2 * (7 + extra) * token
     # Open group: values and gates of 32 channels in float64; n-gram ids; lengths, droppable, mask.
-    assert allocated["state"] == 2 * (1 + ROLLBACK) * 64 * 8 + 2 * (2 + ROLLBACK) * 8 + 2 * 2 * 8 + 2 * 11
+    assert allocated["state"] == 2 * (1 + extra) * 64 * 8 + 2 * (2 + extra) * 8 + 2 * 2 * 8 + 2 * 11
     stored = [part for p in cache._parts for part in p.parts]
     masks = [cache.lengths, cache._droppable, cache.column_mask]
     assert sum(t.untyped_storage().nbytes() for t in stored + masks) == sum(allocated.values())

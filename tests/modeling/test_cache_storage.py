@@ -104,19 +104,24 @@ class _Rows:
 
 
 def _assert_ring(ring, rows, known):
-    """The last `known[b]` slots of row b hold its last tokens."""
+    """The last `known[b]` tokens of row b are there, each in the slot of its position."""
     held = ring.parts[0]
     for b, row in enumerate(rows.rows):
-        count = min(known[b], len(row))
-        if count:
-            assert held[b, held.shape[1] - count :].tolist() == row[-count:], b
+        for position in range(len(row) - min(known[b], len(row)), len(row)):
+            assert held[b, position % held.shape[1]].tolist() == row[position], b
+
+
+def _lengths(rows):
+    return torch.tensor([len(row) for row in rows.rows])
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_a_ring_keeps_the_last_tokens_of_every_row(data):
     batch, size = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 6))
-    ring, rows, known = TokenRing(size, UNROUNDED), _Rows(batch), [0] * batch
+    spare = data.draw(st.sampled_from([None, 9]))
+    ring, rows, known = TokenRing(size, UNROUNDED, spare), _Rows(batch), [0] * batch
+    addresses = set()
     for _ in range(data.draw(st.integers(1, 6))):
         columns = data.draw(st.integers(1, 9))
         new = [data.draw(st.integers(0, columns)) for _ in range(batch)]
@@ -131,20 +136,25 @@ def test_a_ring_keeps_the_last_tokens_of_every_row(data):
                 assert out[b, size - seen : size].tolist() == before[b][-seen:]
             assert out[b, size : size + new[b]].tolist() == rows.rows[b][len(before[b]) :]
         known = [min(k + n, size + extra) for k, n in zip(known, new, strict=True)]
-        assert ring.parts[0].shape[1] <= size + extra
+        assert ring.parts[0].shape[1] == max(size + (extra if spare is None else spare), 1)
+        addresses.add(ring.parts[0].data_ptr())
         _assert_ring(ring, rows, known)
         action = data.draw(st.sampled_from(["nothing", "trim", "drop"]))
         if action == "trim":
-            ring.trim()
+            ring.trim(_lengths(rows))
             known = [min(k, size) for k in known]
         if action == "drop":
             counts = [data.draw(st.integers(0, k)) for k in known]
-            ring.drop(torch.tensor(counts))
             rows.drop(counts)
+            ring.trim(_lengths(rows))
             known = [min(k - c, size) for k, c in zip(known, counts, strict=True)]
         if action != "nothing":
-            assert ring.parts[0].shape[1] == size
+            assert ring.parts[0].shape[1] == max(size + (spare or 0), 1)
             _assert_ring(ring, rows, known)
+        seen = [row[len(row) - min(k, len(row), size) :] for k, row in zip(known, rows.rows, strict=True)]
+        last = ring.last(size, _lengths(rows)).tolist()
+        assert [row[size - len(s) :] for row, s in zip(last, seen, strict=True)] == seen
+    assert spare is None or len(addresses) == 1
 
 
 @pytest.mark.parametrize("kind", list(CODECS))
@@ -172,8 +182,7 @@ def test_the_gradient_flows_to_the_new_tokens_only():
 
 def test_an_empty_ring_does_nothing():
     ring = TokenRing(3, UNROUNDED)
-    ring.trim()
-    ring.drop(torch.tensor([1]))
+    ring.trim(torch.tensor([1]))
     ring.map(lambda t: t[:0])
     assert ring.parts is None and ring.nbytes() == 0
     ring.append(torch.ones(1, 2, 4), SequenceLayout.from_mask(None, torch.zeros(1, dtype=torch.long), 2))

@@ -190,7 +190,7 @@ def test_the_identity_needs_no_map():
     found = _rows(hasher, ids)
     for b in range(2):
         np.testing.assert_array_equal(found[b], oracle.row_ids(ids[b].tolist(), vars(config), None))
-    assert hasher.pad_id() == 2
+    assert hasher.pad_id == 2
 
 
 # ---- rows ----------------------------------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ def test_a_dead_position_hides_everything_behind_it(hasher):
     assert torch.equal(_rows(hasher, other, dead)[0, 5:], rows[0, 5:])
     # Position 4 itself sees nothing but pads, and 5 sees its own id and then pads: as at the start of a row.
     assert torch.equal(rows[0, 5], _rows(hasher, ids[:, 5:])[0, 0])
-    pads = torch.full((1, 1), int((hasher.token_map == hasher.pad_id()).nonzero()[0]))
+    pads = torch.full((1, 1), int((hasher.token_map == hasher.pad_id).nonzero()[0]))
     assert torch.equal(rows[0, 4], _rows(hasher, pads)[0, 0])
     assert hasher.compress(ids, dead)[0, 4] == DEAD
 
