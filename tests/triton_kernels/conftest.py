@@ -5,8 +5,34 @@ import os
 import pytest
 import torch
 
-if not torch.cuda.is_available():
+
+def _interpret():
+    """Choose Triton 3.6's interpreter, with two of its ways put right."""
     os.environ["TRITON_INTERPRET"] = "1"
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch, convert = interpreter._patch_lang_tensor, interpreter._convert_float
+
+    def patch_with_index(tensor, scope):
+        # Loop bounds are one-element arrays; numpy 2.4 no longer makes integers of those by itself.
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    def convert_to_nearest(data, source, target, rounding):
+        # It cuts float32 off at bfloat16; the hardware rounds to the nearest, ties to even.
+        if (source, target) != (tl.float32, tl.bfloat16):
+            return convert(data, source, target, rounding)
+        bits = np.ascontiguousarray(data, dtype=np.float32).view(np.uint32)
+        nearest = bits + 0x7FFF + (bits >> 16 & 1)
+        return (np.where(np.isfinite(data), nearest, bits) >> 16).astype(np.uint16)
+
+    interpreter._patch_lang_tensor, interpreter._convert_float = patch_with_index, convert_to_nearest
+
+
+if not torch.cuda.is_available():
+    _interpret()
 
 
 @pytest.fixture(scope="session")
