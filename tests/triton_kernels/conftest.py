@@ -7,13 +7,14 @@ import torch
 
 
 def _interpret():
-    """Choose Triton 3.6's interpreter, with two of its ways put right."""
+    """Choose Triton 3.6's interpreter, with three of its ways put right."""
     os.environ["TRITON_INTERPRET"] = "1"
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
 
     patch, convert = interpreter._patch_lang_tensor, interpreter._convert_float
+    dot = interpreter.InterpreterBuilder.create_dot
 
     def patch_with_index(tensor, scope):
         # Loop bounds are one-element arrays; numpy 2.4 no longer makes integers of those by itself.
@@ -28,7 +29,12 @@ def _interpret():
         nearest = bits + 0x7FFF + (bits >> 16 & 1)
         return (np.where(np.isfinite(data), nearest, bits) >> 16).astype(np.uint16)
 
+    def dot_of_values(self, a, b, *args):
+        # It would multiply the bit patterns of bfloat16.
+        return dot(self, *(self.cast_impl(x, tl.float32) if x.dtype == tl.bfloat16 else x for x in (a, b)), *args)
+
     interpreter._patch_lang_tensor, interpreter._convert_float = patch_with_index, convert_to_nearest
+    interpreter.InterpreterBuilder.create_dot = dot_of_values
 
 
 if not torch.cuda.is_available():
