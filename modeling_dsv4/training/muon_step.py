@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..kernel_seam import AUTO, find_kernel
 from .group_options import newton_schulz_dtype, working_dtype
 from .newton_schulz import newton_schulz, newton_schulz_flops, shape_factor, split_blocks, workspace_bytes
 from .owner_exchange import Region, exchange, place_blocks
@@ -79,7 +80,10 @@ class MuonStep:
 
     Matrices that lie here whole are stacked by shape and worked on in chunks of `chunk_bytes` of workspace; those cut
     across ranks go to an owner. Momentum and decay are elementwise, so no split ever shows in the state.
+    Products in bfloat16 go to the `newton_schulz` kernel where there is one.
     """
+
+    kernels = AUTO
 
     def __init__(self, group: dict[str, Any]):
         self.group = group
@@ -199,6 +203,10 @@ class MuonStep:
 
     def _orthogonalise(self, update: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return O for `[n, rows, cols]`; the content of `update` is lost."""
+        if dtype == torch.bfloat16 and update.numel():
+            kernel = find_kernel(self.kernels, "newton_schulz", update)
+            if kernel is not None:
+                return kernel(update.contiguous(), self.group["ns_coefficients"], eps=self.group["eps"], dtype=dtype)
         function = compiled_newton_schulz() if self.group["compile"] else newton_schulz
         return function(update, self.group["ns_coefficients"], eps=self.group["eps"], dtype=dtype, overwrite=True)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..kernel_seam import AUTO, find_kernel
 from .group_options import working_dtype
 from .muon_step import Entry, advance_momentum, nesterov_update
 from .sharding import ShardLayout, local_gradient, local_part, summed
@@ -49,7 +50,12 @@ class SinkhornStep:
     The dense rule (`rows="all"`) is the paper's: a row without gradient goes on moving at full size until its momentum
     falls under the mask (115 to 181 steps at the defaults). `rows="touched"` updates only rows that have a gradient in
     this step; the momentum of the others decays when they are touched again.
+
+    A whole matrix under the dense rule goes to the `sinkhorn_step` kernel where there is one; for bfloat16 and float16
+    weights that keeps the update in bfloat16 between its passes (master copies see it so rounded, 2^-9 an element).
     """
+
+    kernels = AUTO
 
     def __init__(self, group: dict[str, Any]):
         self.group = group
@@ -70,17 +76,43 @@ class SinkhornStep:
     def _run_dense(self, name: str, parameter: torch.nn.Parameter, state: dict[str, Any]) -> None:
         layout, working = ShardLayout(parameter, name), working_dtype(parameter)
         grad, momentum = local_gradient(parameter), local_part(state["momentum_buffer"])
+        weight, master = local_part(parameter), state.get("master")
+        master = None if master is None else local_part(master)
+        noise = rounding_noise(self.group, name, parameter, state)
+        if not layout.shards and self._run_kernel(weight, grad, momentum, master, noise):
+            return
         cuts = self._row_blocks(*grad.shape, working)
         for cut in cuts:
             advance_momentum(grad[cut], momentum[cut], self.group["momentum"], working)
         blocks = [functools.partial(self.square, grad[cut], momentum[cut], *self.rule, working) for cut in cuts]
         r, c = self._scales(blocks, grad, layout, layout.shape[0], working)
-        weight, master = local_part(parameter), state.get("master")
-        master = None if master is None else local_part(master)
-        noise = rounding_noise(self.group, name, parameter, state)
         for cut in cuts:
             direction = self.direct(grad[cut], momentum[cut], r[cut], c, *self.rule, layout.shape[1])
             self._write(weight[cut], direction, None if master is None else master[cut], noise)
+
+    def _run_kernel(self, weight, grad, momentum, master, noise) -> bool:
+        """Do the whole step in the kernel, if there is one for these tensors; returns whether it was done."""
+        tensors = [t for t in (weight, grad, momentum, master) if t is not None]
+        kernel = find_kernel(self.kernels, "sinkhorn_step", *tensors)
+        if kernel is None or not all(t.is_contiguous() for t in tensors):
+            return False
+        kept_size = 4 if weight.dtype == torch.float32 else 2
+        kernel(
+            weight,
+            grad,
+            momentum,
+            beta=self.group["momentum"],
+            nesterov=self.group["nesterov"],
+            scale=self.lr * self.group["rms"],
+            decay=self.lr * self.group["weight_decay"],
+            iterations=self.group["sinkhorn_iters"],
+            mask_threshold=self.group["mask_threshold"],
+            eps=self.group["eps"],
+            master=master,
+            seed=None if noise is None else noise.initial_seed(),
+            keep=weight.numel() * kept_size <= self.group["keep_bytes"],
+        )
+        return True
 
     def _run_touched(self, name: str, parameter: torch.nn.Parameter, state: dict[str, Any]) -> None:
         layout, working = ShardLayout(parameter, name), working_dtype(parameter)

@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-_TILE = 128
+# Measured on an H200. Tile of the symmetric products, its depth, warps, stages; rows, columns, depth of P X, the same.
+_SYMMETRIC = (128, 64, 4, 3)
+_APPLY = (128, 256, 64, 8, 3)
 _BLOCK = 8192
 _TINY = tl.constexpr(1.1754943508222875e-38)
 
@@ -95,7 +97,11 @@ def _apply_kernel(
 
 
 def newton_schulz(
-    update: torch.Tensor, coefficients: Sequence[Sequence[float]], *, eps: float = 1e-20, dtype: torch.dtype = torch.bfloat16
+    update: torch.Tensor,
+    coefficients: Sequence[Sequence[float]],
+    *,
+    eps: float = 1e-20,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
     r"""Replace each matrix by (nearly) its orthogonal factor, as the flat `newton_schulz` does.
 
@@ -113,7 +119,7 @@ def newton_schulz(
     rows, cols = sorted(update.shape[-2:])
     count = update.numel() // (rows * cols)
     # Whole tiles of rows, so that no tile reaches into the next matrix; rows of 16 bytes, which descriptors ask for.
-    shape = (count, triton.cdiv(rows, _TILE) * _TILE, triton.cdiv(cols, 8) * 8)
+    shape = (count, triton.cdiv(rows, _SYMMETRIC[0]) * _SYMMETRIC[0], triton.cdiv(cols, 8) * 8)
     x = torch.empty(shape, dtype=dtype, device=update.device)
     _normalise(update, x, rows, cols, tall, eps)
     x = _iterate(x, coefficients)[:, :rows, :cols]
@@ -158,18 +164,18 @@ class _Views:
         return self._made[block]
 
 
-def _symmetric(x: _Views, gram: _Views, out: _Views, rows: int, alpha: float, beta: float | None, config=(64, 4, 3)) -> None:
-    depth, warps, stages = config
-    side, square = rows // _TILE, (_TILE, _TILE)
+def _symmetric(x: _Views, gram: _Views, out: _Views, rows: int, alpha: float, beta: float | None) -> None:
+    tile, depth, warps, stages = _SYMMETRIC
+    side, square = rows // tile, (tile, tile)
     grid = (x.tensor.shape[0] // rows * (side * (side + 1) // 2),)
     _symmetric_kernel[grid](
-        x[_TILE, depth], gram[square], out[square], rows, x.tensor.shape[1], alpha, beta or 0.0,
-        ADD=beta is not None, TILE=_TILE, DEPTH=depth, num_warps=warps, num_stages=stages,
+        x[tile, depth], gram[square], out[square], rows, x.tensor.shape[1], alpha, beta or 0.0,
+        ADD=beta is not None, TILE=tile, DEPTH=depth, num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
 
-def _apply(poly: _Views, x: _Views, out: _Views, rows: int, a: float, config=(128, 256, 64, 8, 3)) -> None:
-    down, across, depth, warps, stages = config
+def _apply(poly: _Views, x: _Views, out: _Views, rows: int, a: float) -> None:
+    down, across, depth, warps, stages = _APPLY
     cols = x.tensor.shape[1]
     grid = (x.tensor.shape[0] // down * triton.cdiv(cols, across),)
     _apply_kernel[grid](
