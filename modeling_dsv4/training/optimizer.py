@@ -43,7 +43,8 @@ class Dsv4Optimizer(torch.optim.Optimizer):
             Any group option, as the default of all groups whose algorithm has it. `chunk_bytes` (1 GiB) bounds the
             working memory of Muon's chunks and of Sinkhorn's row blocks; Sinkhorn also keeps the squared update between
             its passes where that takes at most `keep_bytes` (4 GiB), and forms it anew in each pass where not.
-            `compile` runs the inner functions under torch.compile. Of the others, off by default:
+            `compile` runs the inner functions under torch.compile where no kernel does the work: on a CUDA device,
+            kernels take the Sinkhorn step of whole matrices and Newton–Schulz in bfloat16. Of the others, off by default:
             `master="auto"` keeps a float32 copy of bfloat16 / float16 weights in the state (pure-bfloat16 weights hardly
             move at fine-tuning rates: 2 % of the elements change in a step at lr 1e-5); `master="stochastic"` rounds
             bfloat16 weights stochastically instead (no memory). `rows="touched"` (sinkhorn; departs from the paper)

@@ -45,8 +45,7 @@ def _row_scales(square, norms, threshold, r, rows, mask, column_weight, eps, FIR
         norm = tl.load(norms + rows, mask=mask, other=0.0)
         return tl.where(norm > tl.load(threshold), tl.div_rn(1.0, norm + eps * _SCALE), 0.0)
     before = tl.load(r + rows, mask=mask, other=0.0)
-    length = tl.sqrt_rn(tl.sum(square * column_weight[None, :], 1))
-    return tl.where(before > 0, tl.div_rn(before, before * length + eps), 0.0)
+    return before / (before * tl.sqrt(tl.sum(square * column_weight[None, :], 1)) + eps)
 
 
 @triton.jit
@@ -80,7 +79,7 @@ def _sweep_kernel(
     col = tl.arange(0, COLS)
     weight = tl.load(c + col, mask=col < n, other=0.0)
     weight *= weight
-    total = tl.zeros([ROWS, COLS], tl.float32)
+    total = tl.zeros([COLS], tl.float32)
     for tile in tl.range(tiles, num_stages=STAGES):
         rows = (tl.program_id(0).to(tl.int64) * tiles + tile) * ROWS + tl.arange(0, ROWS)
         at, mask = rows[:, None] * n + col[None, :], (rows < m)[:, None] & (col < n)[None, :]
@@ -88,8 +87,8 @@ def _sweep_kernel(
         square *= square
         scale = _row_scales(square, norms, threshold, r, rows, rows < m, weight, eps, FIRST)
         tl.store(r + rows, scale, mask=rows < m)
-        total += square * (scale * scale)[:, None]
-    tl.store(partial + tl.program_id(0).to(tl.int64) * n + col, tl.sum(total, 0), mask=col < n)
+        total += tl.sum(square * (scale * scale)[:, None], 0)
+    tl.store(partial + tl.program_id(0).to(tl.int64) * n + col, total, mask=col < n)
 
 
 @triton.jit

@@ -18,11 +18,10 @@ TOLERANCES = manifest()["tolerances"]
 
 @pytest.fixture
 def small_tiles(monkeypatch, device):
-    """Many tiles in small matrices, so that every place of a tile is met; the GPU has no product of 16 x 16 x 16 tiles."""
-    if device.type == "cpu":
-        monkeypatch.setattr(kernels, "_SYMMETRIC", (16, 16, 4, 3))
-        monkeypatch.setattr(kernels, "_APPLY", (16, 32, 16, 4, 3))
-        monkeypatch.setattr(kernels, "_BLOCK", 128)
+    """Many tiles in small matrices, so that every place of a tile is met (64: the smallest product of a GPU)."""
+    tile = 16 if device.type == "cpu" else 64
+    monkeypatch.setattr(kernels, "_SYMMETRIC", (tile, tile, 4, 3))
+    monkeypatch.setattr(kernels, "_BLOCK", 128)
 
 
 @pytest.fixture
@@ -49,8 +48,9 @@ def test_stored_cases(case, device):
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
-        ((2, 48, 64), torch.float32),
-        ((1, 2, 17, 36), torch.float32),
+        ((2, 48, 56), torch.float32),
+        ((1, 2, 72, 32), torch.float32),
+        ((32, 32), torch.bfloat16),
         ((41, 33), torch.bfloat16),
         ((2, 5, 130), torch.float32),
         ((1, 1), torch.float32),
