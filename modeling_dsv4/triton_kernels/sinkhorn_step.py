@@ -17,7 +17,8 @@ import triton.language as tl
 _SCALE = tl.constexpr(2.0**32)
 # A column without any weight has no scale; 1 / eps would square to infinity.
 _MAX_COLUMN_SCALE = tl.constexpr(1e18)
-_TILE, _MAX_TILES = 8192, 512
+# Numbers of a tile, bytes of it and of all its copies in flight; tiles that one program adds up in float32.
+_TILE, _TILE_BYTES, _FLIGHT_BYTES, _MAX_TILES = 8192, 65536, 196608, 512
 
 
 @triton.jit
@@ -51,10 +52,10 @@ def _row_scales(square, norms, threshold, r, rows, mask, column_weight, eps, FIR
 @triton.jit
 def _momentum_kernel(
     grad, momentum, kept, norms, m, n, tiles, beta,
-    NESTEROV: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    NESTEROV: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     col = tl.arange(0, COLS)
-    for tile in range(tiles):
+    for tile in tl.range(tiles, num_stages=STAGES):
         rows = (tl.program_id(0).to(tl.int64) * tiles + tile) * ROWS + tl.arange(0, ROWS)
         at, mask = rows[:, None] * n + col[None, :], (rows < m)[:, None] & (col < n)[None, :]
         g = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
@@ -73,7 +74,8 @@ def _momentum_kernel(
 @triton.jit
 def _sweep_kernel(
     grad, momentum, kept, norms, threshold, r, c, partial, m, n, tiles, beta, eps,
-    FIRST: tl.constexpr, NESTEROV: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr = 3,
+    FIRST: tl.constexpr, NESTEROV: tl.constexpr, KEPT: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Normalise the rows (k odd) and add up this program's part of the column sums for k + 1."""
     col = tl.arange(0, COLS)
@@ -121,7 +123,8 @@ def _round_stochastically(full, seed, rows, col):
 def _write_kernel(
     weight, master, grad, momentum, kept, norms, threshold, r, c, m, n, tiles, beta, eps, width, scale, keep_weight, seed,
     MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
-    FIRST: tl.constexpr, NESTEROV: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr = 1,
+    FIRST: tl.constexpr, NESTEROV: tl.constexpr, KEPT: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Normalise the rows for the last time and change the weight: W (1 - decay) - scale sqrt(n) r_i U_ij c_j."""
     col = tl.arange(0, COLS)
@@ -182,32 +185,43 @@ def sinkhorn_step(
     m, n = weight.shape
     if not weight.numel():
         return
-    cols = triton.next_power_of_2(n)
-    tile_rows = max(1, _TILE // cols)
-    tiles = triton.cdiv(m, tile_rows)
-    programs = max(min(tiles, _programs(weight.device)), triton.cdiv(tiles, _MAX_TILES))
-    tiles = triton.cdiv(tiles, programs)
-    programs = triton.cdiv(m, tile_rows * tiles)
-
     kept = weight
     if keep:
         kept = torch.empty_like(weight, dtype=torch.float32 if weight.dtype == torch.float32 else torch.bfloat16)
     norms, r = (torch.empty(m, dtype=torch.float32, device=weight.device) for _ in range(2))
     c = torch.ones(n, dtype=torch.float32, device=weight.device)
-    partial = torch.empty(programs, n, dtype=torch.float32, device=weight.device)
-    shape = {"NESTEROV": nesterov, "KEPT": keep, "ROWS": tile_rows, "COLS": cols, "num_warps": 8}
-    _momentum_kernel[(programs,)](grad, momentum, kept, norms, m, n, tiles, beta, **shape)
+    rule = {"NESTEROV": nesterov, "KEPT": keep}
+    bytes_ = kept.itemsize if keep else grad.itemsize + momentum.itemsize
+
+    programs, tiles, shape = _plan(weight, _TILE, 8 * _processors(weight), momentum.itemsize + grad.itemsize, stages=1)
+    _momentum_kernel[(programs,)](grad, momentum, kept, norms, m, n, tiles, beta, **rule, **shape)
     threshold = (norms.mean(dtype=torch.float64) * mask_threshold).float()
     source = (grad, momentum, kept, norms, threshold, r, c)
+
+    programs, tiles, shape = _plan(weight, _TILE_BYTES // bytes_, _processors(weight), bytes_, stages=3)
+    partial = torch.empty(programs, n, dtype=torch.float32, device=weight.device)
     for pair in range(iterations // 2):
-        _sweep_kernel[(programs,)](*source, partial, m, n, tiles, beta, eps, FIRST=pair == 0, **shape)
-        _column_kernel[(triton.cdiv(n, 32),)](partial, c, programs, n, eps, PARTS=64, COLS=32, num_warps=4)
+        _sweep_kernel[(programs,)](*source, partial, m, n, tiles, beta, eps, FIRST=pair == 0, **rule, **shape)
+        _column_kernel[(triton.cdiv(n, 32),)](partial, c, programs, n, eps, PARTS=64, COLS=32)
+
+    target = weight if master is None else master
+    programs, tiles, shape = _plan(weight, _TILE, _processors(weight), bytes_ + target.itemsize, stages=4)
+    shape["num_warps"] = 8 if seed is None else 16
     _write_kernel[(programs,)](
-        weight, weight if master is None else master, *source, m, n, tiles, beta, eps,
-        math.sqrt(n), scale, 1 - decay, seed or 0,
-        MASTER=master is not None, STOCHASTIC=seed is not None, FIRST=iterations == 1, **shape,
+        weight, target, *source, m, n, tiles, beta, eps, math.sqrt(n), scale, 1 - decay, seed or 0,
+        MASTER=master is not None, STOCHASTIC=seed is not None, FIRST=iterations == 1, **rule, **shape,
     )  # fmt: skip
 
 
-def _programs(device: torch.device) -> int:
-    return 4 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+def _plan(weight: torch.Tensor, numbers: int, programs: int, bytes_: int, stages: int) -> tuple[int, int, dict]:
+    """Programs, tiles of each, and the shape of a tile of at most `numbers` (or one row) of `bytes_` each in flight."""
+    m, n = weight.shape
+    cols = triton.next_power_of_2(n)
+    rows = max(1, triton.next_power_of_2(numbers // cols + 1) // 2)
+    tiles = min(triton.cdiv(triton.cdiv(m, rows), programs), _MAX_TILES)
+    stages = max(1, min(stages, 1 + _FLIGHT_BYTES // (rows * cols * bytes_)))
+    return triton.cdiv(m, rows * tiles), tiles, {"ROWS": rows, "COLS": cols, "STAGES": stages, "num_warps": 8}
+
+
+def _processors(tensor: torch.Tensor) -> int:
+    return torch.cuda.get_device_properties(tensor.device).multi_processor_count if tensor.is_cuda else 1

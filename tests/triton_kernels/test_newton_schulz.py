@@ -5,6 +5,7 @@ import importlib
 import pytest
 import torch
 
+from modeling_dsv4 import triton_kernels
 from modeling_dsv4.kernel_seam import KernelSet
 from modeling_dsv4.training import Dsv4Optimizer
 from modeling_dsv4.training.muon_step import MuonStep
@@ -18,10 +19,10 @@ TOLERANCES = manifest()["tolerances"]
 
 @pytest.fixture
 def small_tiles(monkeypatch, device):
-    """Many tiles in small matrices, so that every place of a tile is met (64: the smallest product of a GPU)."""
-    tile = 16 if device.type == "cpu" else 64
-    monkeypatch.setattr(kernels, "_SYMMETRIC", (tile, tile, 4, 3))
-    monkeypatch.setattr(kernels, "_BLOCK", 128)
+    """Under the interpreter: many tiles in small matrices, so that every place of a tile is met."""
+    if device.type == "cpu":
+        for name, value in {"_TILE": 16, "_GRAM": (16, 3), "_POLY": (16, 2), "_BLOCK": 128}.items():
+            monkeypatch.setattr(kernels, name, value)
 
 
 @pytest.fixture
@@ -54,6 +55,8 @@ def test_stored_cases(case, device):
         ((41, 33), torch.bfloat16),
         ((2, 5, 130), torch.float32),
         ((1, 1), torch.float32),
+        # These fill a GPU with tiles; the others do not, and come as whole products there.
+        *(pytest.param(shape, torch.float32, marks=pytest.mark.gpu) for shape in ((64, 512, 1280), (48, 648, 256))),
     ],
 )
 def test_as_near_to_float64_as_the_flat_function(shape, dtype, device):
@@ -81,13 +84,15 @@ def test_zero_matrices_tiny_and_huge_ones_beside_each_other(device):
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_the_optimizer_uses_it_for_bfloat16_products(repository, device, monkeypatch):
+def test_the_optimizer_uses_it_for_bfloat16_products(device, monkeypatch):
     """Head-wise weights move as without kernels, and float32 products never come here."""
     calls, moved = [], {}
-    found = KernelSet(str(repository))
-    module = found.load()
-    original = module.newton_schulz
-    monkeypatch.setattr(module, "newton_schulz", lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs))
+    found = KernelSet("installed")
+    monkeypatch.setattr(found, "_module", triton_kernels)
+    original = triton_kernels.newton_schulz
+    monkeypatch.setattr(
+        triton_kernels, "newton_schulz", lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs)
+    )
     for kernel, ns_dtype in ((found, "bfloat16"), (found, "float32"), (None, "bfloat16")):
         monkeypatch.setattr(MuonStep, "kernels", kernel)
         generator = torch.Generator().manual_seed(0)
