@@ -119,7 +119,7 @@ def _round_stochastically(full, seed, rows, col):
     return tl.where(finite, rounded, full).to(tl.bfloat16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed"])
 def _write_kernel(
     weight, master, grad, momentum, kept, norms, threshold, r, c, m, n, tiles, beta, eps, width, scale, keep_weight, seed,
     MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
@@ -208,7 +208,7 @@ def sinkhorn_step(
     programs, tiles, shape = _plan(weight, _TILE, _processors(weight), bytes_ + target.itemsize, stages=4)
     shape["num_warps"] = 8 if seed is None else 16
     _write_kernel[(programs,)](
-        weight, target, *source, m, n, tiles, beta, eps, math.sqrt(n), scale, 1 - decay, seed or 0,
+        weight, target, *source, m, n, tiles, beta, eps, math.sqrt(n), scale, 1 - decay, (seed or 0) & 0x7FFFFFFF,
         MASTER=master is not None, STOCHASTIC=seed is not None, FIRST=iterations == 1, **rule, **shape,
     )  # fmt: skip
 
