@@ -9,7 +9,7 @@ columns, padding included, as `generate` expects.
 
 With `max_length` every tensor is allocated by the first call and written in place from then on. A later call of one
 column without padding then waits for no value on the host and has one shape for every length (`SequenceLayout.is_static`),
-so that it can be captured or compiled; only `columns` and `column_mask` are counted on the host.
+so that it can be captured (`DecodeGraph`) or compiled; only `columns` and `column_mask` are counted on the host.
 """
 
 from __future__ import annotations

@@ -304,7 +304,7 @@ class DecoderConfig(ReleasedConfig):
     @property
     def decoder_cut(self) -> int:
         """The last layer that pools entries: the decoder begins with it (V4.1 report section 2.2)."""
-        return max((layer for layer, mode in enumerate(self.layer_modes) if mode == "full"), default=0)
+        return max([0, *(layer for layer, mode in enumerate(self.layer_modes) if mode == "full")])
 
     def mode(self, layer: int) -> str:
         """The mode of `layer`; draft stages, behind the backbone, are window-only."""

@@ -196,7 +196,8 @@ class Dsv41TextConfig(DecoderConfig):
     def _last_source(self, layer: int, sources: list[int]) -> int | None:
         if self.ratio(layer) == 0:
             return None
-        return max((source for source in sources if source <= layer), default=None)
+        before = [source for source in sources if source <= layer]
+        return max(before) if before else None
 
     def uses_candidates(self, layer: int) -> bool:
         """Whether `layer` selects inside the candidate pool (V4.1 report section 2.3.2)."""

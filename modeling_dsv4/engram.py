@@ -59,6 +59,8 @@ class Dsv4EngramTable(nn.Embedding):
 class Dsv4PackedEngramTable(HostTensors):
     """The file's own table on the host: `weight` `[rows, head_dim]` FP8 and `weight_scale_inv` `[rows, head_dim / 32]`."""
 
+    waits_for_host = True
+
     def __init__(self, rows: int, head_dim: int, scale_dtype: torch.dtype):
         scale_shape = (rows, -(-head_dim // TABLE_BLOCK))
         super().__init__(

@@ -27,6 +27,7 @@ from .attention import Dsv4Attention, Dsv4Compressor, LayerContext, SharedState
 from .balance_loss import mean_over_labels
 from .cache import Dsv4Cache, check_cache
 from .capture import OutputCapture, Wanted
+from .decode_graph import DecodeGraph
 from .decoder import Dsv4DecoderLayer, StreamState
 from .decoder_replay import DecoderReplay, check_replay
 from .draft_losses import DraftBatch, DraftLosses, DraftTraining, detached, draft_losses, sample_anchors
@@ -476,6 +477,10 @@ class CausalHead:
     """Logits and loss on top of a model's output, for the classes with a head."""
 
     draft_training: DraftTraining | None = None
+
+    def get_compiled_call(self, compile_config):
+        """What `generate` decodes with over a cache of fixed capacity on a GPU: a CUDA graph, or what a config compiles."""
+        return DecodeGraph(self) if compile_config is None else super().get_compiled_call(compile_config)
 
     @contextmanager
     def _backbone_forward(self, labels, shift_labels=None):

@@ -196,6 +196,33 @@ class Dsv4Experts(_RoutedExperts, nn.Module):
         # Of one matrix; see `simulate_packing`.
         self.round_weight: Callable[[torch.Tensor], torch.Tensor] | None = None
 
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether a call without gradients reads on the host which experts were chosen."""
+        bank = self.gate_up_proj
+        return self.round_weight is not None or not (bank.is_cuda and bank.dtype == torch.bfloat16)
+
+    def forward(self, x, indices, weights, adapt=None):
+        if adapt is None and not torch.is_grad_enabled() and not self.waits_for_host:
+            return self.grouped(x, indices, weights)
+        return super().forward(x, indices, weights, adapt)
+
+    def grouped(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """As `forward`, by matrix products over groups of rows, whose sizes stay on the device."""
+        indices, order = indices.sort(dim=-1)
+        weights = weights.gather(-1, order).masked_fill(indices >= self.num_experts, 0.0)
+        place = indices.flatten().argsort(stable=True)
+        ends = torch.searchsorted(
+            indices.flatten()[place].contiguous(), torch.arange(self.num_experts, device=x.device), right=True
+        ).int()
+        rows = self._rounded(x)[place // indices.shape[1]]
+        gate, up = F.grouped_mm(rows, self.gate_up_proj.mT, offs=ends).chunk(2, dim=-1)
+        hidden = clamped_swiglu(gate, up, self.limit) * weights.flatten()[place, None]
+        result = F.grouped_mm(self._rounded(hidden.to(x.dtype)), self.down_proj.mT, offs=ends)
+        # Rows of experts on other ranks lie behind the last group, where nothing is computed.
+        result = result.masked_fill((indices.flatten()[place] >= self.num_experts)[:, None], 0.0)
+        return wide(result)[place.argsort()].unflatten(0, indices.shape).sum(1)
+
     def expert_products(self, device):
         # One unbind for all experts: its gradient is one stack, where indexing would fill a bank of zeros per expert.
         banks = self.gate_up_proj.unbind(0), self.down_proj.unbind(0)
@@ -218,6 +245,7 @@ class Dsv4PackedExperts(_RoutedExperts, HostTensors):
     """
 
     is_packed = True
+    waits_for_host = True
 
     def __init__(
         self,

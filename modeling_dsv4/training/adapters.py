@@ -99,6 +99,8 @@ class LoraExperts(nn.Module, lora.LoraLayer):
     matrix (`A` `[E, r, I]`, `B` `[E, H, r]`). The factors read what the base weights read, rounded if that is.
     """
 
+    waits_for_host = True
+
     def __init__(
         self,
         base_layer: nn.Module,

@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from modeling_dsv4 import Dsv4Cache
+from modeling_dsv4.decode_graph import DecodeGraph, can_capture, is_step
 from modeling_dsv4.moe import Dsv4Experts
 from tests.modeling import draft_models, tiny_model, v4_models
 
@@ -111,9 +112,13 @@ def contents(cache):
 
 
 @torch.no_grad()
-def test_fixed_capacity_changes_no_byte_and_no_token(model, kv_format):
+@pytest.mark.parametrize(
+    ("name", "kv_format"),
+    [("v41", "float"), ("v41-dspark", "packed"), ("v4", "float"), ("v4-mtp", "packed")],
+)
+def test_fixed_capacity_changes_no_byte_and_no_token(name, kv_format):
     """A padded prompt, a chunk, steps, a crop of columns, of each row its own, drafts being dropped, rows in turn."""
-    ids, mask = prompt()
+    model, (ids, mask) = MODELS[name](), prompt()
     caches = [Dsv4Cache(model.config, kv_format, max_length=n) for n in (None, 60)]
 
     def call(ids, mask=None):
@@ -172,3 +177,72 @@ def test_generate_gives_the_same_tokens_and_continues(name, options):
         more = torch.cat([mask, mask.new_ones(len(ids), longer.shape[1] - mask.shape[1])], dim=1)
         sequences.append(model.generate(longer, attention_mask=more, cache=cache, **settings).sequences)
     assert torch.equal(*sequences) and sequences[0].shape[1] == 13 + 8 + 4 + 8
+
+
+# ---- the graph ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_a_step_and_what_can_be_captured():
+    model, ids = MODELS["v41"](), tiny_model.some_ids(1, 1)
+    cache = Dsv4Cache(model.config, max_length=9)
+    assert not can_capture(model)  # on the host
+    with torch.no_grad():
+        assert not is_step({"input_ids": ids, "cache": cache})  # nothing allocated yet, and on the host
+        graph = DecodeGraph(model)
+        torch.testing.assert_close(graph(input_ids=ids, cache=cache).logits, model(ids, use_cache=False).logits)
+    assert cache.get_seq_length() == 1
+
+
+@pytest.mark.parametrize("quantize", [False, True])
+def test_grouped_experts_equal_the_bank(quantize):
+    """Rows that two experts share, experts without rows, and experts that lie on another rank."""
+    bank = Dsv4Experts(tiny_model.tiny_config().text_config).float()
+    bank.quantize_activations = quantize
+    generator = torch.Generator().manual_seed(0)
+    for parameter in bank.parameters():
+        parameter.data.normal_(std=0.2, generator=generator)
+    x, weights = torch.randn(5, 64, generator=generator), torch.rand(5, 3, generator=generator)
+    indices = torch.stack([torch.randperm(9, generator=generator)[:3] for _ in range(5)])
+    assert (indices == bank.num_experts).any()
+    with torch.no_grad():
+        torch.testing.assert_close(bank.grouped(x, indices, weights), bank(x, indices, weights), atol=2e-6, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["v41", "v4"])
+def test_a_step_compiles_as_one_graph(name, monkeypatch):
+    """Whatever its length; with experts as on a GPU."""
+    monkeypatch.setattr(Dsv4Experts, "waits_for_host", False)
+    model, ids = copy.deepcopy(MODELS[name]()).bfloat16(), tiny_model.some_ids(2, 15)
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(model.__call__, backend="eager", fullgraph=True)
+    caches = [Dsv4Cache(model.config, max_length=40) for _ in range(2)]
+    with torch.no_grad():
+        for cache in caches:
+            model(ids[:, :9], cache=cache)
+        for token in ids[:, 9:].split(1, dim=1):
+            logits = [call(input_ids=token, cache=c).logits for call, c in zip((model, compiled), caches, strict=True)]
+            assert torch.equal(*logits)
+    assert caches[1].get_seq_length() == 15 and caches[1].lengths.tolist() == [15, 15]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2  # for a first length, and for all others
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_replayed_steps_give_the_tokens_of_eager_ones(model, kv_format, batch, monkeypatch):
+    model, (ids, mask) = copy.deepcopy(model).to("cuda", torch.bfloat16), prompt(batch, 17 + batch)
+    replays, replay = [], torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda self: (replays.append(self), replay(self)))
+    settings = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": None, "return_dict_in_generate": True}
+    outputs = []
+    for disable_compile in (True, False):
+        cache = Dsv4Cache(model.config, kv_format, max_length=90)
+        inputs = {"cache": cache, "disable_compile": disable_compile, "output_logits": True} | settings
+        out = model.generate(ids.cuda(), attention_mask=mask.cuda(), **inputs)
+        cache.crop(-3)
+        more = torch.cat([mask.cuda(), mask.new_ones(batch, 20).cuda()], dim=1)
+        longer = model.generate(out.sequences, attention_mask=more, **inputs)
+        outputs.append((out.sequences, longer.sequences, *out.logits, *longer.logits, *contents(cache)))
+    assert len(replays) == 2 * 18 and len(set(replays)) == 2  # of 19 steps each, the first ran as it is
+    assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
