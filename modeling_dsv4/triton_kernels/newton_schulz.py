@@ -14,8 +14,10 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-# Tile of the symmetric products; depth and stages for X X^T and for the polynomial: the fastest measured on an H200.
-_TILE, _GRAM, _POLY = 128, (32, 4), (64, 3)
+# Shapes of the symmetric products, of X X^T and of the polynomial: the fastest measured on an H200.
+_TILE = 128
+_GRAM = {"TILE": _TILE, "DEPTH": 32, "num_warps": 4, "num_stages": 4}
+_POLY = {"TILE": _TILE, "DEPTH": 64, "num_warps": 4, "num_stages": 3}
 _BLOCK = 8192
 _TINY = tl.constexpr(1.1754943508222875e-38)
 
@@ -33,16 +35,24 @@ def _energy_kernel(u, peaks, energies, area, blocks, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _normalise_kernel(u, x, peak, norm, rows, cols, stride_r, stride_c, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """X = U / peak / norm in the dtype of X; the strides of U transpose it where it is tall."""
+def _normalise_kernel(
+    u, x, peaks, energies, blocks, rows, cols, stride_r, stride_c, eps,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """X = U / max(|U|, eps) in the dtype of X; the strides of U transpose it where it is tall."""
     matrix = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, PARTS)
+    peak = tl.load(peaks + matrix * blocks + part, mask=part < blocks, other=0.0)
+    energy = tl.load(energies + matrix * blocks + part, mask=part < blocks, other=0.0)
+    top = tl.maximum(tl.max(peak, 0), _TINY)
+    peak = peak / top
+    norm = tl.maximum(tl.sqrt(tl.sum(energy * peak * peak, 0)), eps / top)
     row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
     col = (tl.program_id(2) * COLS + tl.arange(0, COLS))[None, :]
     inside = (row < rows) & (col < cols)
     start = matrix * rows * cols
     value = tl.load(u + start + row * stride_r + col * stride_c, mask=inside, other=0.0).to(tl.float32)
-    value = value / tl.maximum(tl.load(peak + matrix), _TINY) / tl.load(norm + matrix)
-    tl.store(x + start + row * cols + col, value.to(x.dtype.element_ty), mask=inside)
+    tl.store(x + start + row * cols + col, (value / top / norm).to(x.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -96,14 +106,7 @@ def newton_schulz(
     rows, cols = sorted(update.shape[-2:])
     x = torch.empty(update.numel() // (rows * cols), rows, cols, dtype=dtype, device=update.device)
     _normalise(update, x, tall, eps)
-    gram, y = x.new_empty(x.shape[0], rows, rows), torch.empty_like(x)
-    poly = torch.empty_like(gram)
-    fill = _polynomial if _tiles(x) else _small_polynomial
-    for a, b, c in coefficients:
-        fill(x, gram, poly, a, b, c)
-        torch.bmm(poly, x, out=y)
-        x, y = y, x
-    x = x.view(*update.shape[:-2], rows, cols)
+    x = _iterate(x, coefficients).view(*update.shape[:-2], rows, cols)
     return x.mT if tall else x
 
 
@@ -113,12 +116,34 @@ def _normalise(update: torch.Tensor, x: torch.Tensor, tall: bool, eps: float) ->
     blocks = triton.cdiv(rows * cols, _BLOCK)
     peaks, energies = (torch.empty(count, blocks, dtype=torch.float32, device=x.device) for _ in range(2))
     _energy_kernel[(count * blocks,)](update, peaks, energies, rows * cols, blocks, BLOCK=_BLOCK, num_warps=8)
-    peak = peaks.amax(1)
-    floor = peak.clamp_min(_TINY.value)
-    norm = torch.maximum((energies * (peaks / floor[:, None]).square()).sum(1).sqrt(), eps / floor)
-    grid = (count, triton.cdiv(rows, 64), triton.cdiv(cols, 64))
-    strides = (1, rows) if tall else (cols, 1)
-    _normalise_kernel[grid](update, x, peak, norm, rows, cols, *strides, ROWS=64, COLS=64)
+    _normalise_kernel[(count, triton.cdiv(rows, 64), triton.cdiv(cols, 64))](
+        update, x, peaks, energies, blocks, rows, cols, *((1, rows) if tall else (cols, 1)), eps,
+        PARTS=triton.next_power_of_2(blocks), ROWS=64, COLS=64,
+    )  # fmt: skip
+
+
+def _iterate(x: torch.Tensor, coefficients: Sequence[Sequence[float]]) -> torch.Tensor:
+    """Run the steps in four buffers whatever their number (`x` is one of them)."""
+    count, rows, cols = x.shape
+    gram, y = x.new_empty(count, rows, rows), torch.empty_like(x)
+    poly = torch.empty_like(gram)
+    tiles = _tiles(x)
+    if tiles:
+        # Launches cost the host about as much as they take: what does not change is made once.
+        launch = _symmetric_kernel[(tiles,)]
+        sources = [_blocks(t, _TILE, _GRAM["DEPTH"]) for t in (x, y)]
+        squares = [_blocks(gram, _TILE, _POLY["DEPTH"]), *(_blocks(t, _TILE, _TILE) for t in (gram, poly))]
+    for step, (a, b, c) in enumerate(coefficients):
+        if tiles:
+            launch(sources[step % 2], None, squares[1], rows, cols, a, b, c, POLY=False, **_GRAM)
+            launch(*squares, rows, rows, a, b, c, POLY=True, **_POLY)
+        else:
+            torch.bmm(x, x.mT, out=gram)
+            torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=poly)
+            poly.diagonal(dim1=1, dim2=2).add_(a)
+        torch.bmm(poly, x, out=y)
+        x, y = y, x
+    return x
 
 
 def _tiles(x: torch.Tensor) -> int:
@@ -128,24 +153,6 @@ def _tiles(x: torch.Tensor) -> int:
     # A tile must not reach into the next matrix; descriptors ask for rows of whole 16 bytes.
     tiles = 0 if rest or cols % 8 else count * (side * (side + 1) // 2)
     return tiles if not x.is_cuda or tiles >= torch.cuda.get_device_properties(x.device).multi_processor_count else 0
-
-
-def _polynomial(x: torch.Tensor, gram: torch.Tensor, poly: torch.Tensor, a: float, b: float, c: float) -> None:
-    """Write X X^T into gram and a I + b gram + c gram^2 into poly."""
-    rows, cols = x.shape[1:]
-    square = [_blocks(t, _TILE, _TILE) for t in (gram, poly)]
-    for source, out, (depth, stages) in ((x, square[0], _GRAM), (gram, square[1], _POLY)):
-        _symmetric_kernel[(_tiles(x),)](
-            _blocks(source, _TILE, depth), square[0], out, rows, source.shape[2], a, b, c,
-            POLY=source is gram, TILE=_TILE, DEPTH=depth, num_warps=4, num_stages=stages,
-        )  # fmt: skip
-
-
-def _small_polynomial(x: torch.Tensor, gram: torch.Tensor, poly: torch.Tensor, a: float, b: float, c: float) -> None:
-    """The same from whole products."""
-    torch.bmm(x, x.mT, out=gram)
-    torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=poly)
-    poly.diagonal(dim1=1, dim2=2).add_(a)
 
 
 def _blocks(tensor: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:

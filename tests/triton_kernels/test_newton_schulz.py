@@ -21,8 +21,10 @@ TOLERANCES = manifest()["tolerances"]
 def small_tiles(monkeypatch, device):
     """Under the interpreter: many tiles in small matrices, so that every place of a tile is met."""
     if device.type == "cpu":
-        for name, value in {"_TILE": 16, "_GRAM": (16, 3), "_POLY": (16, 2), "_BLOCK": 128}.items():
-            monkeypatch.setattr(kernels, name, value)
+        for name in ("_GRAM", "_POLY"):
+            monkeypatch.setattr(kernels, name, {"TILE": 16, "DEPTH": 16})
+        monkeypatch.setattr(kernels, "_TILE", 16)
+        monkeypatch.setattr(kernels, "_BLOCK", 128)
 
 
 @pytest.fixture
