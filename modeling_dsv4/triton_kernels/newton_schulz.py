@@ -16,8 +16,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 # Shapes of the symmetric products, of X X^T and of the polynomial: the fastest measured on an H200.
 _TILE = 128
-_GRAM = {"TILE": _TILE, "DEPTH": 32, "num_warps": 4, "num_stages": 4}
-_POLY = {"TILE": _TILE, "DEPTH": 64, "num_warps": 4, "num_stages": 3}
+_GRAM_DEPTH, _GRAM_OPTIONS = 32, {"num_warps": 4, "num_stages": 4}
+_POLY_DEPTH, _POLY_OPTIONS = 64, {"num_warps": 4, "num_stages": 3}
 _BLOCK = 8192
 _TINY = tl.constexpr(1.1754943508222875e-38)
 
@@ -129,14 +129,13 @@ def _iterate(x: torch.Tensor, coefficients: Sequence[Sequence[float]]) -> torch.
     poly = torch.empty_like(gram)
     tiles = _tiles(x)
     if tiles:
-        # Launches cost the host about as much as they take: what does not change is made once.
-        launch = _symmetric_kernel[(tiles,)]
-        sources = [_blocks(t, _TILE, _GRAM["DEPTH"]) for t in (x, y)]
-        squares = [_blocks(gram, _TILE, _POLY["DEPTH"]), *(_blocks(t, _TILE, _TILE) for t in (gram, poly))]
+        sources = [_blocks(t, _TILE, _GRAM_DEPTH) for t in (x, y)]
+        squares = [_blocks(gram, _TILE, _POLY_DEPTH), *(_blocks(t, _TILE, _TILE) for t in (gram, poly))]
+        launch_gram, launch_poly = _Launcher((tiles, 1, 1), _GRAM_OPTIONS), _Launcher((tiles, 1, 1), _POLY_OPTIONS)
     for step, (a, b, c) in enumerate(coefficients):
         if tiles:
-            launch(sources[step % 2], None, squares[1], rows, cols, a, b, c, POLY=False, **_GRAM)
-            launch(*squares, rows, rows, a, b, c, POLY=True, **_POLY)
+            launch_gram(sources[step % 2], None, squares[1], rows, cols, a, b, c, False, _TILE, _GRAM_DEPTH)
+            launch_poly(*squares, rows, rows, a, b, c, True, _TILE, _POLY_DEPTH)
         else:
             torch.bmm(x, x.mT, out=gram)
             torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=poly)
@@ -144,6 +143,22 @@ def _iterate(x: torch.Tensor, coefficients: Sequence[Sequence[float]]) -> torch.
         torch.bmm(poly, x, out=y)
         x, y = y, x
     return x
+
+
+class _Launcher:
+    """Launches `_symmetric_kernel` on equal shapes: from the second time on in its compiled form.
+
+    That skips Triton's inspection of the arguments, which takes the host as long as these products take the device.
+    """
+
+    def __init__(self, grid: tuple[int, int, int], options: dict):
+        self.grid, self.options, self.compiled = grid, options, None
+
+    def __call__(self, *arguments):
+        if self.compiled is None:
+            self.compiled = _symmetric_kernel[self.grid](*arguments, **self.options)
+        else:
+            self.compiled[self.grid](*arguments)
 
 
 def _tiles(x: torch.Tensor) -> int:

@@ -21,9 +21,8 @@ TOLERANCES = manifest()["tolerances"]
 def small_tiles(monkeypatch, device):
     """Under the interpreter: many tiles in small matrices, so that every place of a tile is met."""
     if device.type == "cpu":
-        for name in ("_GRAM", "_POLY"):
-            monkeypatch.setattr(kernels, name, {"TILE": 16, "DEPTH": 16})
-        monkeypatch.setattr(kernels, "_TILE", 16)
+        for name in ("_TILE", "_GRAM_DEPTH", "_POLY_DEPTH"):
+            monkeypatch.setattr(kernels, name, 16)
         monkeypatch.setattr(kernels, "_BLOCK", 128)
 
 
