@@ -58,6 +58,11 @@ class HostTensors(nn.Module):
         parameter._is_hf_initialized = True
         self._host[name] = parameter
 
+    def move_to(self, device: torch.device | str | int) -> None:
+        """Move the tensors to a device. Nothing else does: not `.to()`, nor a device map that names a module above."""
+        for name, tensor in self._host.items():
+            self.assign(name, tensor.to(device))
+
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, value in self._host.items():

@@ -34,6 +34,7 @@ from .draft_losses import DraftBatch, DraftLosses, DraftTraining, detached, draf
 from .dspark import Dsv4DSpark
 from .engram import Dsv4EngramMemory, Dsv4PackedEngramTable
 from .engram_reads import EngramStatistics, begin_reads
+from .expert_placement import ExpertPlacementMixin
 from .host_tensors import host_modules
 from .hyper_connections import Dsv4HyperConnection, Dsv4HyperHead, collapse_streams, first_pre
 from .kernel_seam import KernelsMixin
@@ -100,7 +101,7 @@ class Dsv4CausalLMOutput(MoeCausalLMOutputWithPast):
         self.loss_parts = (self.loss_parts or {}) | {name: part.detach()}
 
 
-class Dsv4PreTrainedModel(ReleasedCheckpointMixin, KernelsMixin, PreTrainedModel):
+class Dsv4PreTrainedModel(ReleasedCheckpointMixin, ExpertPlacementMixin, KernelsMixin, PreTrainedModel):
     """Loading, saving, initialisation and flags common to all classes."""
 
     base_model_prefix = "model"

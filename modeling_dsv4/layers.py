@@ -8,12 +8,14 @@ dequantised exactly, products are summed in float32.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from .fp_codecs import dequantize_fp8_tiles, round_fp8
+from .kernel_seam import AUTO, KernelSet, find_kernel
 from .sparse_attention import full_precision, wide
 
 # Rows of a packed weight that are dequantised at a time hold at most this many elements.
@@ -109,6 +111,7 @@ class PackableMatrix:
     """
 
     packed_as = "tiles"
+    kernels = AUTO
 
     def _set_up(self) -> None:
         self.register_parameter("weight_scale_inv", None)
@@ -141,6 +144,20 @@ class PackableMatrix:
             return rounded_weight(self.weight, self.round_weight).to(dtype)
         return dequantize_fp8_tiles(self.weight, self.weight_scale_inv, block_size=self.block_size, dtype=dtype)
 
+    def find_packed_kernel(self, name: str, x: torch.Tensor, *others: PackableMatrix) -> Callable | None:
+        """Return a kernel of `x`, this packed matrix and others of its form, with its tensors given, if there is one."""
+        matrices = self, *others
+        if not all(m.is_packed and m.weight_scale_inv.dtype != torch.float32 for m in matrices):
+            return None
+        packed = [tensor for m in matrices for tensor in (m.weight, m.weight_scale_inv)]
+        kernel = find_kernel(self.kernels, name, x, *packed)
+        return kernel and partial(kernel, x, *packed, block_size=self.block_size)
+
+    @property
+    def rounded_block(self) -> int | None:
+        """Channels per scale of the rounded inputs; `None`: they are not rounded."""
+        return self.activation_block if self.quantize_activations else None
+
     def requires_grad_(self, requires_grad: bool = True):
         return self if self.is_packed else super().requires_grad_(requires_grad)
 
@@ -170,6 +187,9 @@ class Dsv4Linear(PackableMatrix, nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map `[..., I]` to `[..., O]`; dtype of `x`."""
+        kernel = self.find_packed_kernel("packed_linear", x)
+        if kernel is not None:
+            return kernel(activation_block=self.rounded_block)
         if self.quantize_activations:
             x = round_fp8(x, block=self.activation_block)
         if not self.is_packed:
@@ -196,6 +216,9 @@ class Dsv4GroupedLinear(PackableMatrix, nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map `[..., G, I]` to `[..., O]`; dtype of `x`."""
+        kernel = self.find_packed_kernel("packed_linear", x)
+        if kernel is not None:
+            return kernel(groups=self.groups)
         if not self.is_packed:
             return grouped_product(x, self._grouped_weight(x.dtype))
         return UnpackedProduct.apply(x, self._grouped_weight, grouped_product, self._transposed)
@@ -225,24 +248,48 @@ class Dsv4MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map `[..., H]` to `[..., H]`; dtype of `x`."""
-        return self.down_proj(clamped_swiglu(self.gate_proj(x), self.up_proj(x), self.limit).to(x.dtype))
+        gate, up = self.gate_proj, self.up_proj
+        plain = isinstance(gate, Dsv4Linear) and isinstance(up, Dsv4Linear)  # adapters wrap them
+        kernel = gate.find_packed_kernel("packed_swiglu", x, up) if plain else None
+        if kernel is not None:
+            return self.down_proj(kernel(limit=self.limit, activation_block=gate.rounded_block))
+        return self.down_proj(clamped_swiglu(gate(x), up(x), self.limit).to(x.dtype))
+
+
+def wide_linear(x: torch.Tensor, weight: torch.Tensor, kernels: KernelSet | None = None) -> torch.Tensor:
+    r"""Return x W^T as float32 products of float32 copies, the weight widened a block of rows at a time.
+
+    Args:
+        x (`torch.Tensor` of shape `[..., I]`, any float dtype) and weight (`[O, I]`, any float dtype).
+        kernels (`KernelSet`, *optional*): of the calling module.
+
+    Returns:
+        `torch.Tensor` of shape `[..., O]`, float32 (float64 for float64 inputs).
+    """
+    kernel = find_kernel(kernels, "wide_linear", x, weight) if x.dtype == weight.dtype == torch.bfloat16 else None
+    if kernel is not None:
+        return kernel(x, weight)
+    step = max(1, MAX_UNPACKED_ELEMENTS // weight.shape[1])
+    rows = [weight] if weight.dtype == wide(x).dtype else weight.split(step)
+    with full_precision(x):
+        products = [F.linear(wide(x), part.to(wide(x).dtype)) for part in rows]
+    return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
 
 
 class Dsv4Head(nn.Linear):
     """Prediction head whose logits are float32 products of float32 copies (contract section 4, item 3).
 
-    The matrix keeps its dtype; it is widened a block of rows at a time.
+    The matrix keeps its dtype.
     """
+
+    kernels = AUTO
 
     def __init__(self, hidden_size: int, vocab_size: int):
         super().__init__(hidden_size, vocab_size, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map `[..., H]` to logits `[..., V]`, float32 (float64 for float64 inputs)."""
-        step = max(1, MAX_UNPACKED_ELEMENTS // self.in_features)
-        rows = [self.weight] if self.weight.dtype == wide(x).dtype else self.weight.split(step)
-        with full_precision(x):
-            return torch.cat([F.linear(wide(x), part.to(wide(x).dtype)) for part in rows], dim=-1)
+        return wide_linear(x, self.weight, self.kernels)
 
 
 class Dsv4PlainLinear(nn.Linear):

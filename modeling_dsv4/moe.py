@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +20,9 @@ from torch import nn
 from .expert_cache import UnpackedExperts
 from .fp_codecs import dequantize_fp4_rows, dequantize_fp8_tiles, round_fp8
 from .host_tensors import HostTensors, read_ahead
-from .layers import Dsv4MLP, UnpackedProduct, clamped_swiglu, rounded_weight
-from .sparse_attention import full_precision, wide
+from .kernel_seam import AUTO, find_kernel
+from .layers import Dsv4MLP, UnpackedProduct, clamped_swiglu, rounded_weight, wide_linear
+from .sparse_attention import wide
 
 
 def route_tokens(
@@ -90,6 +92,8 @@ class Dsv4TopKRouter(nn.Module):
     first layers a table `tid2eid` `[vocab, k]` int64 that maps token ids to experts.
     """
 
+    kernels = AUTO
+
     def __init__(self, config, layer_idx: int):
         super().__init__()
         experts, chosen = config.experts_of(layer_idx)
@@ -128,14 +132,14 @@ class Dsv4TopKRouter(nn.Module):
         Returns:
             logits (`[N, E]`), weights (`[N, k]`), both float32 or wider, and indices (`[N, k]`, int64).
         """
-        with full_precision(x):
-            logits = wide(x) @ self.weight.to(wide(x).dtype).mT / self.temperature
+        logits = wide_linear(x, self.weight, self.kernels) / self.temperature
         if self.hashes:
             return logits, *weigh_experts(logits, self.tid2eid[input_ids], **self.settings)
         bias = self.e_score_correction_bias
         if image_mask is not None:
             bias = torch.where(image_mask[:, None], self.e_score_correction_bias_vl, bias)
-        return logits, *route_tokens(logits, bias, **self.settings)
+        choose = find_kernel(self.kernels, "route_tokens", logits, bias) or route_tokens
+        return logits, *choose(logits, bias, **self.settings)
 
 
 class _RoutedExperts:
@@ -231,8 +235,29 @@ class Dsv4Experts(_RoutedExperts, nn.Module):
         )
 
 
+class PackedBank(NamedTuple):
+    r"""The packed matrices of all experts of a layer, stacked: what the kernels read.
+
+    Args:
+        gate_up (`[E, 2I, H / 2]` int8, FP4 rows, or `[E, 2I, H]` float8_e4m3fn), gate_up_scale (`[E, rows, columns]`).
+        down (`[E, H, I / 2]` or `[E, H, I]`), down_scale (`[E, rows, columns]`).
+    """
+
+    gate_up: torch.Tensor
+    gate_up_scale: torch.Tensor
+    down: torch.Tensor
+    down_scale: torch.Tensor
+
+
+# The matrices that a stack holds for each expert, in this order.
+_STACKED = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
+
+
 class Dsv4PackedExperts(_RoutedExperts, HostTensors):
-    r"""Packed bank: the file's own tensors, one set per expert, on the host.
+    r"""Packed bank: the file's own tensors, one set per expert, on the host; or, after `move_to`, on an accelerator.
+
+    There the tensors are views of one stack per kind (`bank`), whose products kernels can take without asking which
+    experts were chosen. Saving, loading and names are the same.
 
     Names are `<expert>.gate_proj.weight`, `<expert>.gate_proj.weight_scale_inv`, and so for `up_proj` and `down_proj`.
 
@@ -245,7 +270,7 @@ class Dsv4PackedExperts(_RoutedExperts, HostTensors):
     """
 
     is_packed = True
-    waits_for_host = True
+    kernels = AUTO
 
     def __init__(
         self,
@@ -278,6 +303,61 @@ class Dsv4PackedExperts(_RoutedExperts, HostTensors):
         self.register_buffer("weight", torch.empty(0), persistent=False)
         self.quantize_activations, self.activation_block = False, block_size[1]
         self.unpacked = unpacked or UnpackedExperts(0)
+        self.__dict__["bank"] = None
+
+    def move_to(self, device):
+        """Stack the tensors of all experts on a device, one expert at a time; theirs become views of the stacks."""
+        stacks = [
+            self._stack(names, part, device) for names in _STACKED.values() for part in ("weight", "weight_scale_inv")
+        ]
+        self.__dict__["bank"] = PackedBank(*stacks)
+
+    def _stack(self, names: tuple[str, ...], part: str, device) -> torch.Tensor:
+        first = [self.host_tensor(f"0.{name}.{part}") for name in names]
+        rows = [len(tensor) for tensor in first]
+        stack = torch.empty(self.num_experts, sum(rows), first[0].shape[1], dtype=first[0].dtype, device=device)
+        for expert, place in enumerate(stack):
+            for name, view in zip(names, place.split(rows), strict=True):
+                source = self.host_tensor(f"{expert}.{name}.{part}")
+                if source.device.type != "meta":
+                    view.copy_(source)
+                super().assign(f"{expert}.{name}.{part}", view)
+        return stack
+
+    def assign(self, name, value):
+        place = self.host_tensor(name)
+        super().assign(name, value)
+        if self.bank is not None:  # the stack is what the kernels read
+            super().assign(name, place.copy_(value))
+
+    def __deepcopy__(self, memo):
+        memo[id(self.bank)] = self.bank
+        return super().__deepcopy__(memo)
+
+    def _kernel(self, *tensors: torch.Tensor) -> Callable | None:
+        """The kernel that takes the products of the whole bank with `tensors`, if there is one."""
+        if self.bank is None or self.bank.down_scale.dtype == torch.float32:
+            return None
+        return find_kernel(self.kernels, "packed_experts", *self.bank, *tensors)
+
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether a call reads on the host which experts were chosen."""
+        return self._kernel() is None
+
+    def forward(self, x, indices, weights, adapt=None):
+        kernel = self._kernel(x, weights) if adapt is None else None
+        if kernel is None:
+            return super().forward(x, indices, weights, adapt)
+        return kernel(
+            x,
+            indices,
+            weights,
+            *self.bank,
+            limit=self.limit,
+            block_size=None if self.expert_dtype == "fp4" else self.block_size,
+            activation_block=self.activation_block if self.quantize_activations else None,
+        )
 
     def experts_in_turn(self, experts: list[int], device: torch.device, dtype: torch.dtype) -> Iterator[int]:
         # The files' pages of the next experts arrive while the ones before them compute.
@@ -347,5 +427,5 @@ class Dsv4SparseMoeBlock(nn.Module):
         masks = (None if t is None else t.flatten() for t in (image_mask, input_ids, token_mask))
         _, weights, indices = self.gate(flat, *masks)
         # Routed experts first, then the shared one, in one float32 sum (contract section 7).
-        out = self.experts(flat, indices, weights) + wide(self.shared_experts(flat))
+        out = self.experts(flat, indices, weights) + self.shared_experts(flat)
         return out.to(x.dtype).view_as(x)

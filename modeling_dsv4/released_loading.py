@@ -518,7 +518,8 @@ def _assign_host_tensors(model, tensors: dict[str, Any], device_map: dict[str, A
         device = device_map.get(path, "cpu")
         for name in module.host_names():
             key = f"{path}.{name}"
-            tensor = tensors.pop(key)[...]
-            module.assign(name, tensor if device == "disk" else tensor.to(device))
+            module.assign(name, tensors.pop(key)[...])
             given.add(key)
+        if str(device) not in ("cpu", "disk"):
+            module.move_to(device)
     return given

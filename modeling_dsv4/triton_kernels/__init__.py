@@ -4,9 +4,21 @@ Each function has the signature of a reference function of the package and is te
 folder are imported; `python -m convert kernels DST` writes them in the layout that `kernels.get_kernel` loads.
 """
 
+from .expert_routing import route_tokens
 from .newton_schulz import newton_schulz
+from .packed_experts import packed_experts
+from .packed_linear import packed_linear, packed_swiglu
 from .sinkhorn_step import sinkhorn_step
+from .wide_linear import wide_linear
 
 VERSION = 1
 
-__all__ = ["newton_schulz", "sinkhorn_step"]
+__all__ = [
+    "newton_schulz",
+    "packed_experts",
+    "packed_linear",
+    "packed_swiglu",
+    "route_tokens",
+    "sinkhorn_step",
+    "wide_linear",
+]

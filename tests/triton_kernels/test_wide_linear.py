@@ -1,0 +1,39 @@
+"""Logits with float32 products: the kernel against float64, the head with its kernel."""
+
+import importlib
+
+import pytest
+import torch
+
+from modeling_dsv4.kernel_seam import KernelSet
+from modeling_dsv4.layers import Dsv4Head
+
+from .test_packed_rows import error, poisoned, random  # noqa: F401
+
+kernels = importlib.import_module("modeling_dsv4.triton_kernels.wide_linear")
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape"),
+    [(1, (20, 1024)), (1, (20, 100)), (5, (40, 512)), (17, (20, 100)), (3, (4100, 40)), (0, (20, 100))],
+)
+def test_products_are_exact_and_summed_in_float32(rows, shape, device, poisoned):  # noqa: F811
+    x, weight = random(rows, shape[1], device=device), random(*shape, seed=1, device=device)
+    x, weight = x.bfloat16(), weight.bfloat16()
+    out = kernels.wide_linear(x[None], weight)
+    assert out.dtype == torch.float32 and out.shape == (1, rows, shape[0])
+    assert rows == 0 or error(out[0], x.double() @ weight.double().mT) < 1e-6
+
+
+def test_the_head_uses_the_kernel_for_bfloat16_alone(device, repository, monkeypatch):
+    head = Dsv4Head(32, 50).to(device, torch.bfloat16)
+    kernel_set, calls = KernelSet(str(repository)), []
+    real = kernel_set.load().wide_linear
+    monkeypatch.setattr(kernel_set.load(), "wide_linear", lambda *args: calls.append(args) or real(*args))
+    x = random(2, 3, 32, device=device, dtype=torch.bfloat16)
+    expected = head.requires_grad_(False)(x)
+    head.kernels = kernel_set
+    torch.testing.assert_close(head(x), expected, rtol=1e-5, atol=1e-5)
+    assert len(calls) == 1
+    head(x.float()), head.float()(x), head.bfloat16().requires_grad_()(x)
+    assert len(calls) == 1  # wider inputs, wider weights, a gradient: the reference
