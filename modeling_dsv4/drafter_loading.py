@@ -52,6 +52,7 @@ class LoadsDrafter:
                 module.config = own
         stages.mtp.to(self.lm_head.weight.device).train(self.training)
         getattr(self.model, "language_model", self.model).mtp = stages.mtp
+        self._no_split_modules |= stages._no_split_modules
 
     def _quantization(self, config) -> dict:
         """Arguments of `from_pretrained` that load the drafter as the model was: packed or float, inputs rounded or not."""

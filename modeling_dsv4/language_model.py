@@ -126,10 +126,11 @@ class Dsv4PreTrainedModel(ReleasedCheckpointMixin, ExpertPlacementMixin, Kernels
     ]
 
     def post_init(self) -> None:
-        """Finish a class; of the modules that stay in float32, it names those that it has."""
+        """Finish a class; of the modules that stay in float32 and the layers that are not split, it names those that it has."""
         super().post_init()
         present = {part for name in self.state_dict() for part in name.split(".")}
         self._keep_in_fp32_modules_strict &= present
+        self._no_split_modules &= {type(module).__name__ for module in self.modules()}  # FSDP2 refuses others
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -99,6 +99,8 @@ class Dsv4Trainer(Trainer):
         if parts:
             # Trainer scales the loss to the ranks here, and later to the micro-batches if it could not give their items.
             total = sum(part.to(loss.device) for part in parts.values())
+            if not self._loss_parts:
+                self._parts_since = self.state.global_step
             scale = torch.where(total == 0, 1.0, loss.detach() / total)  # without labels there is nothing to scale
             if num_items_in_batch is None or not self.model_accepts_loss_kwargs:
                 scale = scale / self.current_gradient_accumulation_steps
@@ -113,7 +115,7 @@ class Dsv4Trainer(Trainer):
             steps = max(1, self.state.global_step - self._parts_since)
             summed = self.accelerator.reduce(torch.stack(list(self._loss_parts.values())), reduction="mean")
             logs = {f"loss_{name}": s / steps for name, s in zip(self._loss_parts, summed.tolist(), strict=True)}
-        self._loss_parts, self._parts_since = {}, self.state.global_step
+        self._loss_parts = {}
         for callback in self.callback_handler.callbacks:
             logs |= callback.collect() if hasattr(callback, "collect") else {}
         return logs

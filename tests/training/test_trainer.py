@@ -277,8 +277,11 @@ def test_fsdp2_training_equals_one_process():
             assert (result[name] - p.detach()).abs().max() < 1e-5, name
 
 
-def pretend_accelerator_fsdp2(layer="Layer"):
-    """Accelerate starts FSDP for accelerators only: tell its shared state that this CPU process is one of FSDP2."""
+def pretend_accelerator_fsdp2(layers=("Layer",)):
+    """Accelerate starts FSDP for accelerators only: tell its shared state that this CPU process is one of FSDP2.
+
+    `layers` names the classes to shard; `None` leaves it to accelerate, which asks the model.
+    """
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
@@ -286,7 +289,7 @@ def pretend_accelerator_fsdp2(layer="Layer"):
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=[layer],
+        transformer_cls_names_to_wrap=layers and list(layers),
         cpu_ram_efficient_loading=False,
         reshard_after_forward=True,
         state_dict_type="SHARDED_STATE_DICT",
@@ -368,6 +371,8 @@ def test_a_real_model_resumes_from_its_checkpoint(cls, shards, tmp_path, monkeyp
         settings = arguments(folder, max_steps=steps, lr_scheduler_type="constant", **changes)
         trainer = cls(new_model(seed=int(resume is not None)), settings, train_dataset=data, **options)
         trainer.train(resume_from_checkpoint=resume)
+        for entry in trainer.state.log_history:
+            assert entry.get("loss_lm", entry.get("loss")) == pytest.approx(entry.get("loss"), abs=1e-4)
         return weights(trainer)
 
     straight = run(tmp_path / "a", 4, save_strategy="steps", save_steps=2)
