@@ -1,7 +1,8 @@
 """Train a small V4.1 with `Dsv4Trainer` as a user does: alone, or under FSDP2 where a launcher starts several processes.
 
-python -m tests.training.fsdp_run FOLDER
-torchrun --nproc-per-node 2 -m tests.training.fsdp_run FOLDER
+`python -m tests.training.fsdp_run FOLDER NAME` or
+`torchrun --nproc-per-node 2 -m tests.training.fsdp_run FOLDER FULL_STATE_DICT SHARDED_STATE_DICT` write what a test
+compares to FOLDER/NAME.pt; sharded, once for each form of checkpoint.
 """
 
 import os
@@ -23,14 +24,14 @@ def trainer(folder, kind, seed=0):
     fsdp = {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": kind}} if RANKS > 1 else {}
     args = TrainingArguments(
         folder, max_steps=STEPS, per_device_train_batch_size=BATCH // RANKS, learning_rate=1e-3, save_steps=STEPS // 2,
-        logging_steps=1, report_to=[], disable_tqdm=True, **fsdp,
+        logging_steps=1, report_to=[], disable_tqdm=True, full_determinism=True, **fsdp,
     )  # fmt: skip
     model = new_model(seed=seed)
     model.config.text_config.cache_rounding = False  # a rounding edge is no place to compare sums of another order
     rows = [{"input_ids": ids, "labels": ids} for ids in some_ids(STEPS * BATCH, 20)]
-    return Dsv4Trainer(
-        model, args, train_dataset=rows, callbacks=[RouterBiasCallback()], optimizer_settings={"report": False}
-    )
+    # Iterations in bfloat16, as on GPUs, would make steps of its rounding.
+    settings = {"report": False, "muon": {"ns_dtype": "float32"}}
+    return Dsv4Trainer(model, args, train_dataset=rows, callbacks=[RouterBiasCallback()], optimizer_settings=settings)
 
 
 def whole(model):
