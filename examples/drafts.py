@@ -83,6 +83,7 @@ TEXT = {
     "dspark_markov_rank": 16,
     "dspark_n_routed_experts": 4,
     "dspark_num_experts_per_tok": 2,
+    "hc_sinkhorn_iters": 4,
 }
 
 
@@ -134,7 +135,7 @@ def train(
             lr_scheduler_type="warmup_stable_decay",
             lr_scheduler_kwargs={"num_decay_steps": steps // 2},
             warmup_steps=min(10, steps // 4),
-            logging_steps=10,
+            logging_steps=20,
             save_strategy="no",
             report_to=[],
             use_cpu=True,
@@ -218,36 +219,41 @@ def randomise_confidence(model, seed: int = 0) -> torch.Tensor:
     return learned
 
 
-def fitted(model, prompts: list[torch.Tensor], tokens: int, latency: dict[int, list[float]]) -> dict:
-    """Return the arguments of a scheduler whose confidence is fitted to how drafts of these prompts fare."""
-    scheduler = DSparkScheduler(latency).fit(decode(model, prompts, tokens, Verifying(always=5)).report)
-    return {"latency": latency, "temperature": scheduler.temperature, "bias": scheduler.bias}
-
-
 def compare(
-    model, stories: Stories, latency: dict[int, list[float]], *, prompts: int, tokens: int, progress: bool = True
-) -> dict[str, Decoded]:
-    """Decode held-out stories in every way; one half of them tells how well drafts fare, the other half is shown."""
+    model, stories: Stories, latencies: dict[str, list[float]], *, prompts: int, tokens: int, progress: bool = True
+) -> dict[str, dict[str, Decoded]]:
+    r"""Decode held-out stories in every way.
+
+    Args:
+        model, stories: trained on each other.
+        latencies (`dict[str, list[float]]`): name -> seconds of a step by verified drafts.
+        prompts, tokens (`int`): stories that are continued, and by how much. As many others are for fitting.
+
+    Returns:
+        `{curve: {way: Decoded}}`; ways that need no curve are the same in each.
+    """
     asked = [stories.ids(state, 1) for state in stories.held_out[: 2 * prompts]]
     known, asked = asked[::2], asked[1::2]
+    bar = tqdm(total=5 + 4 * len(latencies), desc="Decoding", disable=not progress)
+
+    def run(texts, scheduler):
+        bar.update()
+        return decode(model, texts, tokens, scheduler)
+
     ways = {"no drafts": None, "always 0": Verifying(always=0), "always 5": Verifying(always=5)}
-    with tqdm(total=9, desc="Decoding", disable=not progress) as bar:
-
-        def run(name, scheduler):
-            found[name] = decode(model, asked, tokens, scheduler)
-            bar.update()
-
-        found: dict[str, Decoded] = {}
-        for name, scheduler in ways.items():
-            run(name, scheduler)
-        for head in ("trained", "noise"):
-            learned = randomise_confidence(model) if head == "noise" else None
-            run(f"scheduler, {head} head", Verifying(latency))
-            settings = fitted(model, known, tokens, latency)
-            bar.update()
-            run(f"scheduler, {head} head, fitted", Verifying(**settings))
-            if learned is not None:
-                model.drafter[-1].confidence_head.proj.weight.data.copy_(learned)
+    fixed = {name: run(asked, scheduler) for name, scheduler in ways.items()}
+    found = {curve: dict(fixed) for curve in latencies}
+    for head in ("trained", "noise"):
+        learned = randomise_confidence(model) if head == "noise" else None
+        fit = DSparkScheduler().fit(run(known, Verifying(always=5)).report)
+        for curve, seconds in latencies.items():
+            ways = found[curve]
+            ways[f"scheduler, {head} head"] = run(asked, Verifying({1: seconds}))
+            scheduler = Verifying({1: seconds}, fit.temperature, fit.bias)
+            ways[f"scheduler, {head} head, fitted"] = run(asked, scheduler)
+        if learned is not None:
+            model.drafter[-1].confidence_head.proj.weight.data.copy_(learned)
+    bar.close()
     return found
 
 
@@ -289,16 +295,16 @@ def main(argv: list[str] | None = None) -> int:
     train(model, stories.rows(BATCH * STEPS, seed), steps=STEPS, seed=seed)
     rows = stories.rows(BATCH * DRAFT_STEPS, seed + 1)
     train(model, rows, steps=DRAFT_STEPS, seed=seed, draft=DraftTraining("frozen", anchors=8))
-    measured = DSparkScheduler().calibrate(model, prompt_length=32, repeats=9).latency
-    for name, latency in (("as measured", measured), ("where verifying is dear", {1: STEEP})):
-        curve = latency[1]
-        print(f"\nseconds of a step by verified drafts, {name}: {', '.join(f'{t:.3g}' for t in curve)}")
-        found = compare(model, stories, latency, prompts=5, tokens=54)
-        for way in found.values():
-            assert all(map(torch.equal, way.texts, found["no drafts"].texts)), "drafts changed a text"
-        print(table(found, curve))
-        print("every way gave the same tokens")
-    print(" ".join(WORDS[i] for i in found["no drafts"].texts[0]))
+    measured = DSparkScheduler().calibrate(model, prompt_length=32, repeats=9).latency[1]
+    latencies = {"as measured": measured, "where verifying is dear": STEEP}
+    found = compare(model, stories, latencies, prompts=4, tokens=45)
+    texts = found["as measured"]["no drafts"].texts
+    print("\na story:", " ".join(WORDS[i] for i in texts[0][1:]))
+    for name, ways in found.items():
+        print(f"\nseconds of a step by verified drafts, {name}: {', '.join(f'{t:.3g}' for t in latencies[name])}")
+        print(table(ways, latencies[name]))
+        assert all(torch.equal(a, b) for way in ways.values() for a, b in zip(way.texts, texts, strict=True))
+    print("\nevery way gave the same tokens")
     return 0
 
 

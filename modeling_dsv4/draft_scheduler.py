@@ -15,14 +15,16 @@ Source: V4.1 report section 2.4.3.
 from __future__ import annotations
 
 import heapq
+import math
 import time
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from transformers.utils import logging
 
 CALIBRATION_BINS = 10
-FIT_STEPS = 50
+FIT_STEPS, FIT_DECAY = 100, 1e-5
 
 
 @dataclass
@@ -213,6 +215,8 @@ class DSparkScheduler:
     def fit(self, report: DraftReport) -> DSparkScheduler:
         r"""Set `temperature` and `bias` to the likeliest values for what a report observed, and return the scheduler.
 
+        Where more confidence did not mean more acceptance, it is disregarded: every draft then has the observed share.
+
         Args:
             report (`DraftReport`): of a generation with a confidence head, with accepted and rejected drafts.
 
@@ -221,17 +225,28 @@ class DSparkScheduler:
         """
         if len(set(report.outcomes)) < 2:
             raise ValueError("report has no accepted and rejected drafts with confidences; accepted: both kinds.")
-        x = torch.tensor(report.confidences, dtype=torch.float64)
-        design, outcomes = torch.stack([x, torch.ones_like(x)], 1), torch.tensor(report.outcomes, dtype=torch.float64)
-        weights = torch.tensor([1.0, 0.0], dtype=torch.float64)
-        # Newton steps of logistic regression, with a little weight decay that keeps it finite.
-        for _ in range(FIT_STEPS):
-            p = torch.sigmoid(design @ weights)
-            gradient = design.mT @ (p - outcomes) + 1e-3 * (weights - weights.new_tensor([1.0, 0.0]))
-            hessian = (design * (p * (1 - p))[:, None]).mT @ design + 1e-3 * torch.eye(2, dtype=torch.float64)
-            weights = weights - torch.linalg.solve(hessian, gradient)
-        slope = max(float(weights[0]), 1e-6)  # more confidence never means less acceptance
-        self.temperature, self.bias = 1 / slope, float(weights[1])
+        outcomes, x = (torch.tensor(v, dtype=torch.float64) for v in (report.outcomes, report.confidences))
+        mean, spread = x.mean(), x.std().clamp(min=1e-9)
+        share = torch.logit(outcomes.mean())
+        # Logistic regression with a little weight decay, which keeps the slope of separable outcomes finite.
+        weights = torch.stack([torch.zeros_like(share), share]).requires_grad_()
+        optimizer = torch.optim.LBFGS([weights], max_iter=FIT_STEPS, line_search_fn="strong_wolfe")
+
+        def loss() -> torch.Tensor:
+            optimizer.zero_grad()
+            logits = weights[0] * (x - mean) / spread + weights[1]
+            value = F.binary_cross_entropy_with_logits(logits, outcomes) + FIT_DECAY * weights[0].square()
+            value.backward()
+            return value
+
+        with torch.enable_grad():
+            optimizer.step(loss)
+        slope, level = weights.detach().tolist()
+        slope /= float(spread)
+        if slope > 0:
+            self.temperature, self.bias = 1 / slope, level - slope * float(mean)
+        else:
+            self.temperature, self.bias = math.inf, float(share)
         return self
 
 

@@ -83,6 +83,33 @@ def test_fit_finds_temperature_and_bias():
 
 
 @pytest.mark.parametrize(
+    ("logits", "acceptance"),
+    [
+        (lambda x: x, lambda x: torch.sigmoid(1 - 2 * x)),  # the more confident, the more wrong
+        (lambda x: 30 * x, lambda x: torch.full_like(x, 0.6)),
+        (lambda x: 30 * x, lambda x: torch.sigmoid(1.5 * x - 0.5)),
+        (lambda x: x + 8, lambda x: torch.full_like(x, 0.3)),
+        (lambda x: x, lambda x: (x > 0.1).double()),  # separable
+        (lambda x: torch.ones_like(x), lambda x: torch.full_like(x, 0.9)),
+    ],
+    ids=["opposite", "wide noise", "wide", "far off", "separable", "constant"],
+)
+def test_a_fit_is_never_worse_than_the_observed_share(logits, acceptance):
+    torch.manual_seed(0)
+    x = torch.randn(300, dtype=torch.float64)
+    outcomes = torch.rand_like(x) < acceptance(x)
+    report = DraftReport(confidences=logits(x).tolist(), outcomes=outcomes.tolist())
+    scheduler, share = DSparkScheduler().fit(report), outcomes.double().mean()
+
+    def surprise(predicted):
+        return float(torch.nn.functional.binary_cross_entropy(predicted.expand(300), outcomes.double()))
+
+    found = surprise(scheduler.acceptance(logits(x)))
+    assert found <= surprise(share) + 1e-9
+    assert found <= surprise(acceptance(x).clamp(0.02, 0.98)) + 0.01 or scheduler.temperature == float("inf")
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"temperature": 0}, "temperature is 0; accepted: a number > 0"),
