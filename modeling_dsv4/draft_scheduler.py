@@ -101,7 +101,8 @@ class DraftReport:
 class DSparkScheduler:
     r"""Chooses how many drafts each row verifies; give it to `generate(..., use_mtp=True, draft_scheduler=...)`.
 
-    Without a latency curve every draft is verified.
+    Without a latency curve every draft is verified. A confidence head learns what sampling keeps of a draft; greedy decoding
+    keeps more, so `fit` the scheduler to a report of the decoding it is for.
 
     Args:
         latency (`dict[int, list[float]]`, *optional*): batch size -> seconds of a step that verifies 0, 1, … drafts per

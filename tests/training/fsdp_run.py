@@ -26,11 +26,11 @@ def trainer(folder, kind, seed=0):
         folder, max_steps=STEPS, per_device_train_batch_size=BATCH // RANKS, learning_rate=1e-3, save_steps=STEPS // 2,
         logging_steps=1, report_to=[], disable_tqdm=True, full_determinism=True, **fsdp,
     )  # fmt: skip
-    model = new_model(seed=seed)
-    model.config.text_config.cache_rounding = False  # a rounding edge is no place to compare sums of another order
+    # In float64 no rounding tips a choice of entries or experts, so that sums in another order can be compared.
+    model = new_model(torch.float64, seed)
+    model.config.text_config.cache_rounding = False
     rows = [{"input_ids": ids, "labels": ids} for ids in some_ids(STEPS * BATCH, 20)]
-    # Iterations in bfloat16, as on GPUs, would make steps of its rounding.
-    settings = {"report": False, "muon": {"ns_dtype": "float32"}}
+    settings = {"report": False, "muon": {"ns_dtype": "float64"}}
     return Dsv4Trainer(model, args, train_dataset=rows, callbacks=[RouterBiasCallback()], optimizer_settings=settings)
 
 

@@ -130,11 +130,11 @@ def test_trainer_under_fsdp2_on_two_gpus_equals_one_process_saves_and_resumes(tm
     (alone,) = launch(tmp_path / "alone", [], ["alone"], CUDA_VISIBLE_DEVICES="0")
     both = launch(tmp_path / "both", ["-m", "torch.distributed.run", "--nproc-per-node", "2"], kinds)
     for kind, result in zip(kinds, both, strict=True):
-        assert result["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+        assert result["losses"] == pytest.approx(alone["losses"], rel=1e-6)
         for name, value in alone["weights"].items():
             difference = (result["weights"][name] - value)[WITHOUT_MIXING.get(name, ...)].abs().max()
-            assert difference <= 1e-5 * value.abs().max(), (kind, name, difference)
+            assert difference <= 1e-9 * value.abs().max(), (kind, name, difference)
             assert torch.equal(result["resumed"][name], result["weights"][name]), (kind, name)
     saved = modeling_dsv4.Dsv41ForCausalLM.from_pretrained(tmp_path / "both" / "FULL_STATE_DICT" / "saved")
     for name, value in saved.state_dict().items():
-        assert torch.equal(value, both[0]["weights"][name]), name
+        assert torch.equal(value, both[0]["weights"][name].to(value.dtype)), name
