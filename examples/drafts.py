@@ -125,7 +125,7 @@ def new_model(seed: int, **changed) -> Dsv41ForCausalLM:
 def train(
     model, rows: list[dict], *, steps: int, seed: int, draft: DraftTraining | None = None, progress: bool = True
 ):
-    """Train all weights of a model but the drafter's, or with `draft` as it says."""
+    """Train all weights of a model but the drafter's, or, with `draft`, the drafter."""
     with TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder,
@@ -237,8 +237,9 @@ def compare(
     bar = tqdm(total=5 + 4 * len(latencies), desc="Decoding", disable=not progress)
 
     def run(texts, scheduler):
+        result = decode(model, texts, tokens, scheduler)
         bar.update()
-        return decode(model, texts, tokens, scheduler)
+        return result
 
     ways = {"no drafts": None, "always 0": Verifying(always=0), "always 5": Verifying(always=5)}
     fixed = {name: run(asked, scheduler) for name, scheduler in ways.items()}
@@ -258,31 +259,16 @@ def compare(
 
 
 def table(found: dict[str, Decoded], curve: list[float]) -> str:
-    """Return the ways to decode as lines of text; rates are those of a curve of seconds by verified drafts."""
-    heads = (
-        "accepted a step",
-        "verified a step",
-        "calibration error",
-        "forwards",
-        "saved",
-        "tokens/s by curve",
-        "s on CPU",
-    )
-    lines = [f"{'':<32}" + "".join(f"{head:>19}" for head in heads)]
+    """Return the ways to decode as lines of text; tokens per second are those of a curve of seconds by verified drafts."""
+    rows = [["", "accepted", "verified", "error", "forwards", "saved", "tokens/s", "seconds"]]
     for name, way in found.items():
         steps, error = way.report.steps, way.report.calibration_error
-        drafted = ["", "", "", ""]
-        if steps:
-            drafted = [
-                f"{way.report.accepted / steps:.2f}",
-                f"{sum(way.verified) / steps:.2f}",
-                f"{way.rate(curve):.2f}",
-            ]
-            drafted.insert(2, "" if error is None else f"{error:.3f}")
+        drafted = [way.report.accepted / steps, sum(way.verified) / steps, way.rate(curve)] if steps else []
+        accepted, verified, rate = [f"{value:.2f}" for value in drafted] or [""] * 3
         saved = f"{1 - way.forwards / found['no drafts'].forwards:.0%}"
-        cells = (*drafted[:3], str(way.forwards), saved, drafted[3], f"{way.seconds:.1f}")
-        lines.append(f"{name:<32}" + "".join(f"{cell:>19}" for cell in cells))
-    return "\n".join(lines)
+        error = "" if error is None else f"{error:.3f}"
+        rows.append([name, accepted, verified, error, str(way.forwards), saved, rate, f"{way.seconds:.1f}"])
+    return "\n".join(f"{name:<32}" + "".join(f"{cell:>10}" for cell in cells) for name, *cells in rows)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -300,6 +286,9 @@ def main(argv: list[str] | None = None) -> int:
     found = compare(model, stories, latencies, prompts=4, tokens=45)
     texts = found["as measured"]["no drafts"].texts
     print("\na story:", " ".join(WORDS[i] for i in texts[0][1:]))
+    print(
+        "accepted, verified: drafts a step. error: between predicted and observed acceptance. tokens/s: by the curve."
+    )
     for name, ways in found.items():
         print(f"\nseconds of a step by verified drafts, {name}: {', '.join(f'{t:.3g}' for t in latencies[name])}")
         print(table(ways, latencies[name]))
