@@ -18,6 +18,7 @@ from torch import nn
 
 from .cache import Dsv4CacheLayer, cache_codecs
 from .cache_storage import UNROUNDED, CacheCodec, EntryStore, EntryView, TokenRing
+from .kernel_seam import AUTO, find_kernel
 from .layers import Dsv4GroupedLinear, Dsv4Linear, Dsv4PlainLinear, Dsv4RMSNorm, unit_rms
 from .rotary import rotary_table, rotate
 from .sequence_layout import SequenceLayout, take_rows_from
@@ -176,6 +177,8 @@ class Dsv4Compressor(nn.Module):
 class Dsv4Indexer(nn.Module):
     """Scores entries for queries and selects; a full layer also makes the index keys (contract section 6.2)."""
 
+    kernels = AUTO
+
     def __init__(self, config, layer_idx: int):
         super().__init__()
         self.heads, self.head_dim, self.topk = config.index_n_heads, config.index_head_dim, config.index_topk
@@ -252,13 +255,23 @@ class Dsv4Indexer(nn.Module):
         pool = candidates if self.uses_candidates else None
         if pool is not None and pool.shape[-1] * self.block_size >= keys.count:
             pool = None  # it holds every entry
+        kernel = find_kernel(self.kernels, "select_entries", queries, *keys.parts)
+        if kernel is None:
+            return self._select_entries(queries, weights, visible, keys, pool)
+        blocks = self.config.candidate_topk_blocks if self.makes_candidates else 0
+        size = self.block_size if blocks or pool is not None else 0
+        args = queries, keys.parts, weights, visible
+        return kernel(*args, k=self.topk, pool=pool, block_size=size, pool_blocks=blocks)
+
+    def _select_entries(self, queries, weights, visible, keys: EntryView, pool):
+        """Select tile by tile of queries, among the entries of the blocks `pool` or among all (`None`)."""
         if pool is not None and pool[..., 0].numel() * pool.shape[-1] * self.block_size >= keys.count:
             keys = keys.unpacked()  # the queries together look up more keys than there are
         # In the pool every query has keys of its own; elsewhere they share them.
         each = keys.count if pool is None else pool.shape[-1] * self.block_size * self.head_dim
-        step = max(1, MAX_TILE_ELEMENTS // max(1, len(x) * each))
+        step = max(1, MAX_TILE_ELEMENTS // max(1, len(queries) * each))
         selections, pools = [], []
-        for tile in _tiles(x.shape[1], step):
+        for tile in _tiles(queries.shape[1], step):
             args = queries[:, tile], weights[:, tile], visible[:, tile], keys
             selection, blocks = self._select(*args, None if pool is None else pool[:, tile])
             selections.append(selection.int())
@@ -266,7 +279,7 @@ class Dsv4Indexer(nn.Module):
         return torch.cat(selections, dim=1), torch.cat(pools, dim=1) if self.makes_candidates else None
 
     def _select(self, queries, weights, visible, keys: EntryView, pool):
-        """Select for one tile of queries, among the entries of the blocks `pool` or among all (`None`)."""
+        """Select for one tile of queries."""
         if pool is not None:
             positions = expand_blocks(pool.long(), block_size=self.block_size)
             near = keys.gather(positions.clamp(max=keys.count - 1))

@@ -15,6 +15,7 @@ from torch import nn
 
 from .engram_reads import EngramRead, EngramStatistics
 from .host_tensors import HostTensors
+from .kernel_seam import AUTO, find_kernel
 from .layers import Dsv4Linear, rounded_weight
 from .sparse_attention import wide
 
@@ -45,6 +46,34 @@ def engram_gate(
     return torch.sigmoid(torch.copysign(dot.abs().clamp(min=1e-6).sqrt(), dot))
 
 
+def add_memory(
+    streams: torch.Tensor,
+    projected: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    image_mask: torch.Tensor | None = None,
+    *,
+    eps: float,
+) -> torch.Tensor:
+    r"""Add the gated memory to every stream (contract section 8).
+
+    Args:
+        streams (`torch.Tensor` of shape `[B, S, N, D]`).
+        projected (`torch.Tensor` of shape `[B, S, (N + 1) * D]`): a key per stream, then the value they share.
+        q_weight, k_weight, eps: as in `engram_gate`.
+        image_mask (`torch.Tensor` of shape `[B, S]`, bool, *optional*): positions whose gate is 0.
+
+    Returns:
+        `torch.Tensor` of shape `[B, S, N, D]`, dtype of the streams.
+    """
+    count, hidden = streams.shape[-2:]
+    keys, value = projected.split([count * hidden, hidden], dim=-1)
+    gate = engram_gate(streams, keys.unflatten(-1, (count, hidden)), q_weight, k_weight, eps=eps)
+    if image_mask is not None:
+        gate = gate.masked_fill(image_mask[..., None], 0.0)
+    return (wide(streams) + gate[..., None] * wide(value)[..., None, :]).to(streams.dtype)
+
+
 class Dsv4EngramTable(nn.Embedding):
     """Float table `weight` `[rows, head_dim]`."""
 
@@ -59,7 +88,7 @@ class Dsv4EngramTable(nn.Embedding):
 class Dsv4PackedEngramTable(HostTensors):
     """The file's own table on the host: `weight` `[rows, head_dim]` FP8 and `weight_scale_inv` `[rows, head_dim / 32]`."""
 
-    waits_for_host = True
+    kernels = AUTO
 
     def __init__(self, rows: int, head_dim: int, scale_dtype: torch.dtype):
         scale_shape = (rows, -(-head_dim // TABLE_BLOCK))
@@ -68,18 +97,39 @@ class Dsv4PackedEngramTable(HostTensors):
         )
         self.statistics = EngramStatistics()
 
-    def read(self, rows: torch.Tensor) -> EngramRead:
-        """Return the read of the rows `rows` `[...]`, not begun yet."""
-        table = self.host_tensor("weight"), self.host_tensor("weight_scale_inv")
-        return EngramRead(table, rows, TABLE_BLOCK, self.statistics)
+    def read(self, rows: torch.Tensor) -> EngramRead | torch.Tensor:
+        """Return the read of the rows `rows` `[...]`, not begun yet, or `rows` if a kernel gathers them in the layer."""
+        return rows if self._kernel(rows) else self._read(rows)
 
     def gather(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the rows `rows` `[...]` as `[..., head_dim]` in `dtype`, on the device of `rows`."""
-        return self.read(rows).take(rows.device, dtype)
+        kernel = self._kernel(rows)
+        if kernel is None or dtype == torch.float64:
+            return self._read(rows).take(rows.device, dtype)
+        return kernel(*self._table(), rows, block=TABLE_BLOCK, dtype=dtype)
+
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether looking up rows waits for them on the host."""
+        table = self.host_tensor("weight")
+        return not table.is_cuda or find_kernel(self.kernels, "gather_rows", table) is None
+
+    def _table(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.host_tensor("weight"), self.host_tensor("weight_scale_inv")
+
+    def _read(self, rows: torch.Tensor) -> EngramRead:
+        return EngramRead(self._table(), rows, TABLE_BLOCK, self.statistics)
+
+    def _kernel(self, rows: torch.Tensor) -> Callable | None:
+        """The kernel that reads the table from the device of `rows`: it lies there, or in pinned host memory."""
+        reachable = all(part.device == rows.device or part.is_pinned() for part in self._table())
+        return find_kernel(self.kernels, "gather_rows", rows) if reachable else None
 
 
 class Dsv4EngramMemory(nn.Module):
     """Table, key and value projection, and gate weights of one Engram layer."""
+
+    kernels = AUTO
 
     def __init__(self, config, layer_idx: int):
         super().__init__()
@@ -105,14 +155,10 @@ class Dsv4EngramMemory(nn.Module):
         Returns:
             `torch.Tensor` of shape `[B, S, N, D]`, dtype of the streams.
         """
-        count, hidden = streams.shape[-2:]
         if isinstance(rows, EngramRead):
             found = rows.take(streams.device, streams.dtype)
         else:
             found = self.embedding.gather(rows, streams.dtype)
-        projected = self.kv_proj(found.flatten(-2))
-        keys, value = projected.split([count * hidden, hidden], dim=-1)
-        gate = engram_gate(streams, keys.unflatten(-1, (count, hidden)), self.q_weight, self.k_weight, eps=self.eps)
-        if image_mask is not None:
-            gate = gate.masked_fill(image_mask[..., None], 0.0)
-        return (wide(streams) + gate[..., None] * wide(value)[..., None, :]).to(streams.dtype)
+        args = streams, self.kv_proj(found.flatten(-2)), self.q_weight, self.k_weight
+        kernel = find_kernel(self.kernels, "add_memory", *args)
+        return (kernel or add_memory)(*args, image_mask, eps=self.eps)

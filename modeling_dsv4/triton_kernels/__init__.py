@@ -4,7 +4,9 @@ Each function has the signature of a reference function of the package and is te
 folder are imported; `python -m convert kernels DST` writes them in the layout that `kernels.get_kernel` loads.
 """
 
+from .engram_gather import add_memory, gather_rows
 from .expert_routing import route_tokens
+from .index_scores import select_entries
 from .newton_schulz import newton_schulz
 from .packed_experts import packed_experts
 from .packed_linear import packed_linear, packed_swiglu
@@ -14,11 +16,14 @@ from .wide_linear import wide_linear
 VERSION = 1
 
 __all__ = [
+    "add_memory",
+    "gather_rows",
     "newton_schulz",
     "packed_experts",
     "packed_linear",
     "packed_swiglu",
     "route_tokens",
+    "select_entries",
     "sinkhorn_step",
     "wide_linear",
 ]

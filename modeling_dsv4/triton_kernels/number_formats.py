@@ -200,3 +200,56 @@ def e4m3_operand(values, DTYPE: tl.constexpr):
             _E4M3_TO_BFLOAT16, "=&r,=&r,r", [values], dtype=tl.bfloat16, is_pure=True, pack=4
         )
     return operand
+
+
+@triton.jit
+def unpack_e2m1(words, scale):
+    """Values of the four E2M1 codes of each word (int16, the lowest first) times `scale` (bfloat16); NVIDIA only."""
+    # Two words a register. Of each code the sign goes to bit 15, the rest to bits 8 to 6: a bfloat16 2**126 too small.
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 high, t, big;
+            mov.b32 big, 0x7E807E80;
+            shr.u32 high, $4, 8;
+            and.b32 t, $4, 0x000F000F;
+            mul.lo.u32 t, t, 0x1040;
+            and.b32 t, t, 0x81C081C0;
+            mul.rn.bf16x2 t, t, big;
+            mul.rn.bf16x2 $0, t, $5;
+            and.b32 t, $4, 0x00F000F0;
+            mul.lo.u32 t, t, 0x0104;
+            and.b32 t, t, 0x81C081C0;
+            mul.rn.bf16x2 t, t, big;
+            mul.rn.bf16x2 $1, t, $5;
+            and.b32 t, high, 0x000F000F;
+            mul.lo.u32 t, t, 0x1040;
+            and.b32 t, t, 0x81C081C0;
+            mul.rn.bf16x2 t, t, big;
+            mul.rn.bf16x2 $2, t, $5;
+            and.b32 t, high, 0x00F000F0;
+            mul.lo.u32 t, t, 0x0104;
+            and.b32 t, t, 0x81C081C0;
+            mul.rn.bf16x2 t, t, big;
+            mul.rn.bf16x2 $3, t, $5;
+        }
+        """,
+        "=r,=r,=r,=r,r,r",
+        [words, scale],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def relu_times(x, weight):
+    """relu(x) rounded to bfloat16 times `weight` (bfloat16), rounded; NVIDIA only."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 t; cvt.rn.relu.bf16x2.f32 t, $2, $1; mul.rn.bf16x2 $0, t, $3; }",
+        "=r,r,r,r",
+        [x, weight],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )

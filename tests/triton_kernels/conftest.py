@@ -52,3 +52,11 @@ def repository(tmp_path_factory):
     from convert.kernel_repository import write_kernels
 
     return write_kernels(tmp_path_factory.mktemp("kernels") / "repository")
+
+
+@pytest.fixture
+def poisoned():
+    """Memory that nothing wrote reads as NaN, or as the largest integer."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
