@@ -22,7 +22,8 @@ def nesterov_square(grad: torch.Tensor, momentum: torch.Tensor, beta: float, nes
     return scaled_square(nesterov_update(grad, momentum, beta, nesterov, out))
 
 
-def balanced_direction(
+def write_balanced(
+    weight: torch.Tensor,
     grad: torch.Tensor,
     momentum: torch.Tensor,
     r: torch.Tensor,
@@ -30,16 +31,18 @@ def balanced_direction(
     beta: float,
     nesterov: bool,
     width: int,
-) -> torch.Tensor:
-    """Return `sqrt(width) r_i U_ij c_j` for the Nesterov update U `[rows, n]`, in the dtype of `r`."""
+    **options: Any,
+) -> None:
+    """Take `sqrt(width) r_i U_ij c_j`, U the Nesterov update `[rows, n]`, from the weight, in the dtype of `r`."""
     out = torch.empty(grad.shape, dtype=r.dtype, device=grad.device)
-    return apply_scales(nesterov_update(grad, momentum, beta, nesterov, out), r, c, width)
+    direction = apply_scales(nesterov_update(grad, momentum, beta, nesterov, out), r, c, width)
+    write_update(weight, direction, scale=1.0, **options)
 
 
 @functools.lru_cache(maxsize=1)
 def compiled_passes():
-    """Return both functions under torch.compile (each becomes one fused pass), made at first use."""
-    return torch.compile(nesterov_square), torch.compile(balanced_direction)
+    """Return the three functions under torch.compile (each becomes one fused pass), made at first use."""
+    return torch.compile(advance_momentum), torch.compile(nesterov_square), torch.compile(write_balanced)
 
 
 class SinkhornStep:
@@ -60,7 +63,8 @@ class SinkhornStep:
     def __init__(self, group: dict[str, Any]):
         self.group = group
         self.lr = float(group["lr"])
-        self.square, self.direct = compiled_passes() if group["compile"] else (nesterov_square, balanced_direction)
+        passes = compiled_passes() if group["compile"] else (advance_momentum, nesterov_square, write_balanced)
+        self.advance, self.square, self.write = passes
         self.rule = (group["momentum"], group["nesterov"])
 
     def run(self, entries: Iterable[Entry]) -> None:
@@ -83,12 +87,12 @@ class SinkhornStep:
             return
         cuts = self._row_blocks(*grad.shape, working)
         for cut in cuts:
-            advance_momentum(grad[cut], momentum[cut], self.group["momentum"], working)
+            self.advance(grad[cut], momentum[cut], self.group["momentum"], working)
         blocks = [functools.partial(self.square, grad[cut], momentum[cut], *self.rule, working) for cut in cuts]
         r, c = self._scales(blocks, grad, layout, layout.shape[0], working)
         for cut in cuts:
-            direction = self.direct(grad[cut], momentum[cut], r[cut], c, *self.rule, layout.shape[1])
-            self._write(weight[cut], direction, None if master is None else master[cut], noise)
+            copy = None if master is None else master[cut]
+            self._write(weight[cut], copy, grad[cut], momentum[cut], r[cut], c, layout, noise)
 
     def _run_kernel(self, weight, grad, momentum, master, noise) -> bool:
         """Do the whole step in the kernel, if there is one for these tensors; returns whether it was done."""
@@ -124,7 +128,7 @@ class SinkhornStep:
         # The rows' momentum as the dense rule would have left it, had their gradients been zero since the last touch.
         current = momentum.index_select(0, rows).to(working)
         current *= (self.group["momentum"] ** (step - 1 - seen[rows].to(working))).unsqueeze(1)
-        advance_momentum(grad, current, self.group["momentum"], working)
+        self.advance(grad, current, self.group["momentum"], working)
         momentum.index_copy_(0, rows, current.to(momentum.dtype))
         seen[rows] = step
         cuts = self._row_blocks(*grad.shape, working)
@@ -134,10 +138,9 @@ class SinkhornStep:
         weight, master = local_part(parameter), state.get("master")
         noise = rounding_noise(self.group, name, parameter, state)
         for cut in cuts:
-            direction = self.direct(grad[cut], current[cut], r[cut], c, *self.rule, layout.shape[1])
             part = weight.index_select(0, rows[cut])
             copy = None if master is None else local_part(master).index_select(0, rows[cut])
-            self._write(part, direction, copy, noise)
+            self._write(part, copy, grad[cut], current[cut], r[cut], c, layout, noise)
             weight.index_copy_(0, rows[cut], part)
             if master is not None:
                 local_part(master).index_copy_(0, rows[cut], copy)
@@ -163,11 +166,18 @@ class SinkhornStep:
             sum_over_column_shards=functools.partial(summed, groups=column_groups) if column_groups else None,
         )
 
-    def _write(self, weight, direction, master, noise) -> None:
-        write_update(
+    def _write(self, weight, master, grad, momentum, r, c, layout: ShardLayout, noise) -> None:
+        # The learning rate goes into r, a tensor: as a number it would be compiled anew each time it changes.
+        # A generator of noise cannot be compiled.
+        write = self.write if noise is None else write_balanced
+        write(
             weight,
-            direction,
-            scale=self.lr * self.group["rms"],
+            grad,
+            momentum,
+            r * (self.lr * self.group["rms"]),
+            c,
+            *self.rule,
+            layout.shape[1],
             decay=self.lr * self.group["weight_decay"],
             master=master,
             noise=noise,
