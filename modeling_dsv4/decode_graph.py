@@ -81,6 +81,7 @@ def is_step(inputs: dict) -> bool:
 
 def can_capture(model: nn.Module) -> bool:
     """Whether a step of this model waits for nothing on the host and lies on one CUDA device."""
-    devices = {tensor.device for tensor in model.parameters()}
-    waits = any(getattr(module, "waits_for_host", False) for module in model.modules())
-    return len(devices) == 1 and next(iter(devices)).type == "cuda" and not waits and not model.training
+    device, *others = {tensor.device for tensor in model.parameters()}
+    if others or device.type != "cuda" or model.training:
+        return False
+    return not any(m.waits_for_host(device) for m in model.modules() if hasattr(m, "waits_for_host"))

@@ -108,11 +108,9 @@ class Dsv4PackedEngramTable(HostTensors):
             return self._read(rows).take(rows.device, dtype)
         return kernel(*self._table(), rows, block=TABLE_BLOCK, dtype=dtype)
 
-    @property
-    def waits_for_host(self) -> bool:
-        """Whether looking up rows waits for them on the host."""
-        table = self.host_tensor("weight")
-        return not table.is_cuda or find_kernel(self.kernels, "gather_rows", table) is None
+    def waits_for_host(self, device: torch.device) -> bool:
+        """Whether a call on `device` reads rows on the host: where no kernel gathers them."""
+        return self._kernel(torch.empty(0, dtype=torch.long, device=device)) is None
 
     def _table(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.host_tensor("weight"), self.host_tensor("weight_scale_inv")

@@ -200,14 +200,12 @@ class Dsv4Experts(_RoutedExperts, nn.Module):
         # Of one matrix; see `simulate_packing`.
         self.round_weight: Callable[[torch.Tensor], torch.Tensor] | None = None
 
-    @property
-    def waits_for_host(self) -> bool:
-        """Whether a call without gradients reads on the host which experts were chosen."""
-        bank = self.gate_up_proj
-        return self.round_weight is not None or not (bank.is_cuda and bank.dtype == torch.bfloat16)
+    def waits_for_host(self, device: torch.device) -> bool:
+        """Whether a call on `device` without gradients reads on the host which experts were chosen."""
+        return device.type != "cuda" or self.gate_up_proj.dtype != torch.bfloat16 or self.round_weight is not None
 
     def forward(self, x, indices, weights, adapt=None):
-        if adapt is None and not torch.is_grad_enabled() and not self.waits_for_host:
+        if adapt is None and not torch.is_grad_enabled() and not self.waits_for_host(x.device):
             return self.grouped(x, indices, weights)
         return super().forward(x, indices, weights, adapt)
 
@@ -340,9 +338,8 @@ class Dsv4PackedExperts(_RoutedExperts, HostTensors):
             return None
         return find_kernel(self.kernels, "packed_experts", *self.bank, *tensors)
 
-    @property
-    def waits_for_host(self) -> bool:
-        """Whether a call reads on the host which experts were chosen."""
+    def waits_for_host(self, device: torch.device) -> bool:
+        """Whether a call reads on the host which experts were chosen: where no kernel takes the products."""
         return self._kernel() is None
 
     def forward(self, x, indices, weights, adapt=None):

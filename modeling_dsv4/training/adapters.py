@@ -99,8 +99,6 @@ class LoraExperts(nn.Module, lora.LoraLayer):
     matrix (`A` `[E, r, I]`, `B` `[E, H, r]`). The factors read what the base weights read, rounded if that is.
     """
 
-    waits_for_host = True
-
     def __init__(
         self,
         base_layer: nn.Module,
@@ -114,6 +112,10 @@ class LoraExperts(nn.Module, lora.LoraLayer):
         lora.LoraLayer.__init__(self, base_layer)
         self._active_adapter = adapter_name
         self.update_layer(adapter_name, r, lora_alpha, config)
+
+    def waits_for_host(self, device: torch.device) -> bool:
+        """Factors are taken expert by expert."""
+        return True
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
         return module.hidden_size, module.hidden_size

@@ -212,7 +212,7 @@ def test_grouped_experts_equal_the_bank(quantize):
 @pytest.mark.parametrize("name", ["v41", "v4"])
 def test_a_step_compiles_as_one_graph(name, monkeypatch):
     """Whatever its length; with experts as on a GPU."""
-    monkeypatch.setattr(Dsv4Experts, "waits_for_host", False)
+    monkeypatch.setattr(Dsv4Experts, "waits_for_host", lambda *_: False)
     model, ids = copy.deepcopy(MODELS[name]()).bfloat16(), tiny_model.some_ids(2, 15)
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(model.__call__, backend="eager", fullgraph=True)
