@@ -10,6 +10,8 @@ Sources: V4.1 report sections 2.2 and 2.3, contract section 6.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,8 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from .cache import Dsv4CacheLayer, cache_codecs
-from .cache_storage import UNROUNDED, CacheCodec, EntryStore, EntryView, TokenRing
-from .kernel_seam import AUTO, find_kernel
+from .cache_storage import UNROUNDED, CacheCodec, EntryStore, EntryView, RingView, TokenRing
+from .kernel_seam import AUTO, KernelSet, find_kernel
 from .layers import Dsv4GroupedLinear, Dsv4Linear, Dsv4PlainLinear, Dsv4RMSNorm, unit_rms
 from .rotary import rotary_table, rotate
 from .sequence_layout import SequenceLayout, take_rows_from
@@ -223,6 +225,9 @@ class Dsv4Indexer(nn.Module):
         """Return index queries `[B, S, Hi, Di]`, rounded, and head weights `[B, S, Hi]`; arguments as in `forward`."""
         queries = self.q_b_proj(q_latent).unflatten(-1, (self.heads, self.head_dim))
         weights = self.weights_proj(x) * (self.head_dim**-0.5 * self.heads**-0.5)
+        store = _find_store(self.kernels, queries, codec)
+        if store is not None:
+            return store(table, hadamard=self.rotates), weights
         return codec.rounded(self.place(queries, table)), weights
 
     def forward(
@@ -303,6 +308,8 @@ class Dsv4Indexer(nn.Module):
 class Dsv4Attention(nn.Module):
     """Queries, window, compressed entries and grouped output of one layer (contract section 6)."""
 
+    kernels = AUTO
+
     def __init__(self, config, layer_idx: int):
         super().__init__()
         self.heads, self.head_dim, self.window = config.num_attention_heads, config.head_dim, config.sliding_window
@@ -343,22 +350,18 @@ class Dsv4Attention(nn.Module):
             state = self.pool(x, state, context, cache)
         table, codecs = context.tables[self.rope], cache_codecs(self.config)
         q_latent, queries = self.make_queries(x, table)
-        window = self.make_window(x, table)
-        if cache is None:
-            window = codecs["window"].rounded(window)
-        else:
-            window = cache.window.append(window, context.layout, keep_extra=cache.keep_extra(x.shape[1]))
+        window = self._keep_window(x, table, codecs["window"], context, cache)
         state = self._select(x, q_latent, state, context, codecs["index"])
         index = None
         if context.trains_indexers and self.selects:
             # Nothing of the backbone learns from the indexer.
             index = self.indexer.make_queries(x.detach(), q_latent.detach(), table, codecs["index"])
-        out, divergence = self._attend(queries, window, state, context.layout, index)
+        out, divergence = self._attend(queries, window, state, context, index)
         if divergence is not None:
             state = state._replace(
                 divergence=divergence if state.divergence is None else state.divergence + divergence
             )
-        return self.project(out, table), state
+        return self.project(out), state
 
     def make_queries(self, x: torch.Tensor, table: tuple) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the query latents `[B, S, q_lora_rank]` and the rotated queries `[B, S, heads, D]` of `x` `[B, S, H]`."""
@@ -367,16 +370,27 @@ class Dsv4Attention(nn.Module):
         if self.config.normalizes_query_heads:
             # Every step is in the dtype of the queries, unlike a norm's (contract spec_v4 item 3).
             queries = unit_rms(queries, self.config.rms_norm_eps)
-        return q_latent, rotate(queries, table)
+        turn = _find_store(self.kernels, queries, UNROUNDED)
+        return q_latent, rotate(queries, table) if turn is None else turn(table)
 
     def make_window(self, x: torch.Tensor, table: tuple) -> torch.Tensor:
         """Return the rotated window entries `[B, S, D]` of `x` `[B, S, H]`, not rounded yet."""
         return rotate(self.kv_norm(self.kv_proj(x)), table)
 
-    def project(self, out: torch.Tensor, table: tuple) -> torch.Tensor:
-        """Turn the heads' outputs `[B, S, heads, D]` back and project them to `[B, S, H]`."""
-        out = rotate(out, table, inverse=True).flatten(-2).unflatten(-1, (self.groups, -1))
-        return self.o_b_proj(self.o_a_proj(out))
+    def _keep_window(self, x, table, codec: CacheCodec, context: LayerContext, cache) -> torch.Tensor | RingView:
+        """Return past and new window entries, rounded: `[B, held + S, D]`, or the ring that a kernel wrote and will read."""
+        values, ring = self.kv_norm(self.kv_proj(x)), None if cache is None else cache.window
+        store = _find_store(self.kernels, values, codec)
+        if ring is None:
+            return codec.rounded(rotate(values, table)) if store is None else store(table)
+        extra = cache.keep_extra(x.shape[1])
+        if store is None or self._find_attention(values, context) is None or not isinstance(ring, TokenRing):
+            return ring.append(rotate(values, table), context.layout, keep_extra=extra)
+        return ring.store(values, context.layout, partial(store, table), reach=self.window, keep_extra=extra)
+
+    def project(self, out: torch.Tensor) -> torch.Tensor:
+        """Project the heads' outputs `[B, S, heads, D]`, turned back, to `[B, S, H]`."""
+        return self.o_b_proj(self.o_a_proj(out.flatten(-2).unflatten(-1, (self.groups, -1))))
 
     def pool(
         self, x: torch.Tensor, state: SharedState, context: LayerContext, cache: Dsv4CacheLayer | None = None
@@ -389,15 +403,29 @@ class Dsv4Attention(nn.Module):
         new = self.compressor(x, context.layout, store and store.open_group, extra)
         positions = (new.first[:, None] + torch.arange(new.latents.shape[1], device=x.device)) * self.ratio
         table = rotary_table(positions, context.frequencies[self.rope])
-        entries = _keep(rotate(new.latents, table), new, store and store.entries, codecs["compressed"])
+        entries = self._keep_entries(new.latents, table, new, store and store.entries, codecs["compressed"])
         keys = None
         if self.selects:
             # Gradients of index keys come from `indexer_divergence` alone and end here.
             with torch.set_grad_enabled(context.trains_indexers):
                 latents = new._replace(latents=new.latents.detach())
-                keys = self.indexer.place(self.indexer.make_keys(x.detach(), latents, context, cache), table)
-                keys = _keep(keys, new, store and store.index_keys, codecs["index"])
+                keys = self.indexer.make_keys(x.detach(), latents, context, cache)
+                place = self.indexer.place
+                keys = self._keep_entries(keys, table, new, store and store.index_keys, codecs["index"], place)
         return state._replace(entries=entries, index_keys=keys, selection=None)
+
+    def _keep_entries(
+        self, x, table, new: NewEntries, entries: EntryStore | None, codec: CacheCodec, place: Callable = rotate
+    ) -> EntryView:
+        """Turn new entries or index keys by `place` and write them to their store, or round them when nothing is cached."""
+        store = _find_store(self.kernels, x, codec)
+        if store is None:
+            x = place(x, table)
+        else:
+            store = partial(store, table, hadamard=place is not rotate and self.indexer.rotates)
+        if entries is not None:
+            return entries.write(x, new.first, new.counts, new.total, store)
+        return EntryView((codec.rounded(x) if store is None else store(),), UNROUNDED, x.dtype)
 
     def _select(self, x, q_latent, state, context, codec) -> SharedState:
         """Of a full or reindex layer: select entries; other layers hand the state on."""
@@ -410,11 +438,20 @@ class Dsv4Attention(nn.Module):
         candidates = state.candidates if candidates is None else candidates
         return state._replace(selection=selection, candidates=candidates)
 
-    def _attend(self, queries, window, state: SharedState, layout: SequenceLayout, index=None):
-        """Attend tile by tile: no S x T scores and no S x K entries exist at once.
+    def _attend(self, queries, window, state: SharedState, context: LayerContext, index=None):
+        """Attend, by a kernel if there is one.
 
-        Returns the output and, where `index` holds the queries and weights of an indexer, its divergence `[B, S]`.
+        Returns the output, turned back, and, where `index` holds the queries and weights of an indexer, its divergence
+        `[B, S]`.
         """
+        table, kernel = context.tables[self.rope], self._find_attention(queries, context)
+        if kernel is not None:
+            return self._attend_by(kernel, queries, window, state, context.layout, table), None
+        out, divergence = self._attend_by_tiles(queries, window, state, context.layout, index)
+        return rotate(out, table, inverse=True), divergence
+
+    def _attend_by_tiles(self, queries, window, state: SharedState, layout: SequenceLayout, index):
+        """Attend tile by tile: no S x T scores and no S x K entries exist at once."""
         length, held = queries.shape[1], window.shape[1] - queries.shape[1]
         entries = state.entries if self.mode != "window" else None
         selection = state.selection if entries is not None else None
@@ -447,6 +484,30 @@ class Dsv4Attention(nn.Module):
                 divergences.append(indexer_divergence(scores, mass, mask))
         return torch.cat(outputs, dim=1), torch.cat(divergences, dim=1) if divergences else None
 
+    def _find_attention(self, x: torch.Tensor, context: LayerContext) -> Callable | None:
+        """The kernel of the whole attention, if there is one for queries or values `x`."""
+        # There are no tensor cores for float32, and without them wide products are slower than PyTorch's. The divergence of
+        # indexers needs the weights, which a kernel does not return.
+        if context.trains_indexers or (x.dtype == torch.float32 and self.head_dim > 128):
+            return None
+        return find_kernel(self.kernels, "sparse_attention", x, self.sinks)
+
+    def _attend_by(self, kernel: Callable, queries, window, state: SharedState, layout: SequenceLayout, table):
+        """Attend by a kernel; returns the output, turned back."""
+        entries = state.entries if self.mode != "window" else None
+        is_ring = isinstance(window, RingView)
+        window = window if is_ring else EntryView((window,), UNROUNDED, queries.dtype)
+        kinds = {"window_format": window.codec.stored_format, "ring": is_ring, "floor": layout.floor}
+        if entries is not None and entries.count:
+            entries = entries if entries.codec.format else entries.unpacked()
+            kinds |= {"entries": entries.parts, "entry_format": entries.codec.stored_format}
+            kinds |= {"selection": state.selection, "ratio": self.ratio}
+        kinds |= {"scale": self.scale, "window_size": self.window}
+        attend = partial(kernel, queries, window.parts, layout.past, self.sinks, **kinds)
+        if torch.is_grad_enabled():  # the kernel's own rotation has no gradient
+            return rotate(attend(), table, inverse=True)
+        return attend(table=table)
+
     def _window_mask(self, tile: slice, slots: slice, held: int, layout: SequenceLayout) -> torch.Tensor:
         """`[B, T, W]` bool: a query sees itself and the `window - 1` tokens before it, as far as they are there."""
         device = layout.past.device
@@ -457,11 +518,10 @@ class Dsv4Attention(nn.Module):
         return near & (first[:, None, None] + slot >= 0)
 
 
-def _keep(x: torch.Tensor, new: NewEntries, store: EntryStore | None, codec: CacheCodec) -> EntryView:
-    """Write new entries to their store, or round them when nothing is cached."""
-    if store is None:
-        return EntryView((codec.rounded(x),), UNROUNDED, x.dtype)
-    return store.write(x, new.first, new.counts, new.total)
+def _find_store(kernels: KernelSet | None, x: torch.Tensor, codec: CacheCodec) -> Callable | None:
+    """The kernel that rotates `x` by a table, rounds as `codec` does, and stores, if there is one; it has no gradient."""
+    kernel = None if torch.is_grad_enabled() or codec.format is None else find_kernel(kernels, "rotate_store", x)
+    return kernel and partial(kernel, x, codec=codec.format, tail=codec.rotary)
 
 
 def _tiles(length: int, step: int) -> list[slice]:

@@ -34,12 +34,23 @@ class CacheCodec:
     r"""One storage format.
 
     `rounded(x)` is what a value becomes by being stored; `encode(x)` the tensors that are kept for it (uint8 when
-    packed); `decode(parts, dtype)` the value again, equal to `rounded(x)` bit for bit.
+    packed); `decode(parts, dtype)` the value again, equal to `rounded(x)` bit for bit. Kernels know the rounding as
+    `format` (`None`: they do not) and the stored tensors as `stored_format`; the last `rotary` channels are not rounded.
     """
 
     rounded: Callable[[torch.Tensor], torch.Tensor]
     quantize: Callable | None = None
     dequantize: Callable | None = None
+    format: str | None = None
+    rotary: int = 0
+
+    @property
+    def is_packed(self) -> bool:
+        return self.quantize is not None
+
+    @property
+    def stored_format(self) -> str:
+        return self.format if self.is_packed else "float"
 
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self.quantize is None:
@@ -53,7 +64,7 @@ class CacheCodec:
 
     def as_float(self) -> CacheCodec:
         """The same rounding, stored unpacked."""
-        return CacheCodec(self.rounded)
+        return CacheCodec(self.rounded, format=self.format)
 
 
 @dataclass(frozen=True)
@@ -66,8 +77,11 @@ class UnrotatedFp8Codec(CacheCodec):
         rotary (`int`): channels at the end that are not rounded.
     """
 
-    rotary: int = 0
     packed: bool = False
+
+    @property
+    def is_packed(self) -> bool:
+        return self.packed
 
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if not self.packed:
@@ -83,7 +97,7 @@ class UnrotatedFp8Codec(CacheCodec):
         return torch.cat([head.to(dtype), tail], dim=-1)
 
     def as_float(self) -> CacheCodec:
-        return UnrotatedFp8Codec(self.rounded, rotary=self.rotary)
+        return replace(self, packed=False)
 
 
 def unrotated_fp8(rotary: int) -> UnrotatedFp8Codec:
@@ -93,7 +107,7 @@ def unrotated_fp8(rotary: int) -> UnrotatedFp8Codec:
         head, tail = x.split([x.shape[-1] - rotary, rotary], dim=-1)
         return torch.cat([round_fp8(head, block=V4_BLOCK), tail], dim=-1)
 
-    return UnrotatedFp8Codec(rounded, rotary=rotary, packed=True)
+    return UnrotatedFp8Codec(rounded, format="fp8_tail", rotary=rotary, packed=True)
 
 
 def _unrounded(x: torch.Tensor) -> torch.Tensor:
@@ -104,10 +118,10 @@ def _dequantize_fp8_bytes(values: torch.Tensor, scale: torch.Tensor) -> torch.Te
     return dequantize_fp8(values.view(torch.float8_e4m3fn), scale)
 
 
-UNROUNDED = CacheCodec(_unrounded)
-WINDOW_FP8 = CacheCodec(round_fp8, quantize_fp8, _dequantize_fp8_bytes)
-COMPRESSED_NVFP4 = CacheCodec(round_nvfp4, quantize_nvfp4, dequantize_nvfp4)
-INDEX_MXFP4 = CacheCodec(round_mxfp4, quantize_mxfp4, dequantize_mxfp4)
+UNROUNDED = CacheCodec(_unrounded, format="float")
+WINDOW_FP8 = CacheCodec(round_fp8, quantize_fp8, _dequantize_fp8_bytes, "fp8")
+COMPRESSED_NVFP4 = CacheCodec(round_nvfp4, quantize_nvfp4, dequantize_nvfp4, "nvfp4")
+INDEX_MXFP4 = CacheCodec(round_mxfp4, quantize_mxfp4, dequantize_mxfp4, "mxfp4")
 
 
 class _Storage:
@@ -117,6 +131,11 @@ class _Storage:
         self.codec = codec
         self.parts: tuple[torch.Tensor, ...] | None = None
         self.dtype: torch.dtype | None = None
+
+    def _empty(self, x: torch.Tensor, slots: int) -> tuple[torch.Tensor, ...]:
+        """Stored tensors of `slots` slots a row for values like `x` `[B, S, ...]`, zeros."""
+        sample = self.codec.encode(x.new_zeros(x.shape[0], 1, *x.shape[2:]))
+        return tuple(part.new_zeros(part.shape[0], slots, *part.shape[2:]) for part in sample)
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply `function` to every stored tensor."""
@@ -167,6 +186,29 @@ class TokenRing(_Storage):
         self._resize(self._slots(keep_extra), layout.past)
         self._write(fresh, layout)
         return torch.cat([past, self.codec.rounded(x)], dim=1)
+
+    def store(
+        self, x: torch.Tensor, layout: SequenceLayout, store: Callable, *, reach: int, keep_extra: int = 0
+    ) -> torch.Tensor | RingView:
+        r"""Do as `append`, by a kernel that encodes and writes.
+
+        Args:
+            x, layout, keep_extra: see `append`.
+            store: writes the values for `x` into `parts` at positions `first` up to `counts`, as in a `ring`, and returns
+                them if `values` is set.
+            reach (`int`): tokens up to and with its own that a new one looks at.
+
+        Returns:
+            a view of the ring, if it then holds all that the new tokens look at; else what `append` returns.
+        """
+        slots = self._slots(keep_extra)
+        if self.parts is None:
+            self.parts, self.dtype = self._empty(x, slots), x.dtype
+        held = layout.columns + reach - 1 <= slots
+        past = None if held else self.last(self.size, layout.past)
+        self._resize(slots, layout.past)
+        fresh = store(parts=self.parts, first=layout.past, counts=layout.lengths, ring=True, values=not held)
+        return RingView(self.parts, self.codec, x.dtype) if held else torch.cat([past, fresh], dim=1)
 
     def last(self, count: int, lengths: torch.Tensor) -> torch.Tensor:
         """Return the last `count` (at most `size`) values of rows of `lengths` `[B]`, `[B, count, ...]`, as stored."""
@@ -264,6 +306,10 @@ class EntryView:
         return self.codec.decode(taken, self.dtype)
 
 
+class RingView(EntryView):
+    """Read access to a ring: the token at position p is column p % count."""
+
+
 class EntryStore(_Storage):
     r"""Compressed entries (or index keys) of one source layer: a buffer that grows by doubling.
 
@@ -276,7 +322,14 @@ class EntryStore(_Storage):
         super().__init__(codec)
         self.capacity = capacity
 
-    def write(self, x: torch.Tensor, first: torch.Tensor, counts: torch.Tensor, total: int | None) -> EntryView:
+    def write(
+        self,
+        x: torch.Tensor,
+        first: torch.Tensor,
+        counts: torch.Tensor,
+        total: int | None,
+        store: Callable | None = None,
+    ) -> EntryView:
         r"""Write new entries of every row and return the view of all.
 
         Args:
@@ -285,16 +338,21 @@ class EntryStore(_Storage):
             counts (`torch.Tensor` of shape `[B]`, int64): entries each row has afterwards.
             total (`int` or `None`): largest of `counts`. `None`, where shapes may not depend on values: all M columns are
                 written (what lies behind a row's count is never seen, and written again), and viewed is the capacity.
+            store (*optional*): a kernel that encodes the values for `x` and writes them into `parts`, see `TokenRing.store`.
 
         Returns:
             `EntryView` of `total` columns. Where `x` needs a gradient, the new entries of the view carry it.
         """
+        if total is not None:
+            self._reserve(x, total)
+        if store is not None:
+            store(parts=self.parts, first=first, counts=counts, values=False)
+            return EntryView(tuple(part[:, :total] for part in self.parts), self.codec, x.dtype)
         columns = first[:, None] + torch.arange(x.shape[1], device=x.device)
         rows = torch.arange(len(first), device=x.device)[:, None].expand_as(columns)
         if total is None:
             written, where = ..., (rows, columns)
         else:
-            self._reserve(x, total)
             written = columns < counts[:, None]
             where = rows[written], columns[written]
         if x.shape[1]:
@@ -314,8 +372,7 @@ class EntryStore(_Storage):
         if self.capacity is not None and total > self.capacity:
             raise ValueError(f"the cache was made for {self.capacity} entries (max_length) and {total} are needed.")
         size = self.capacity or max(total, 2 * held, 16)
-        sample = self.codec.encode(x.new_zeros(x.shape[0], 1, x.shape[2]))
-        grown = tuple(part.new_zeros(part.shape[0], size, *part.shape[2:]) for part in sample)
+        grown = self._empty(x, size)
         for old, new in zip(self.parts or (), grown, strict=False):
             new[:, :held] = old
         self.parts, self.dtype = grown, x.dtype

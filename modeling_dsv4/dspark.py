@@ -23,7 +23,7 @@ from .cache import Dsv4Cache, cache_codecs
 from .decoder import Dsv4DecoderLayer, StreamState
 from .hyper_connections import Dsv4HyperHead, collapse_streams, first_pre
 from .layers import Dsv4Head, Dsv4Linear, Dsv4RMSNorm
-from .rotary import rotary_frequencies, rotary_table
+from .rotary import rotary_frequencies, rotary_table, rotate
 from .sequence_layout import SequenceLayout
 from .sparse_attention import attend_with_sinks
 
@@ -55,7 +55,7 @@ class Dsv4DraftAttention(Dsv4Attention):
         mask = torch.cat([cache.mask, cache.mask.new_ones(x.shape[:2])], dim=1)[:, None].expand(-1, x.shape[1], -1)
         entries = torch.cat([cache.entries, block], dim=1)
         out = attend_with_sinks(queries, entries, mask, None, None, self.sinks, scale=self.scale)
-        return self.project(out, table), state
+        return self.project(rotate(out, table, inverse=True)), state
 
 
 class Dsv4MarkovHead(nn.Module):

@@ -10,7 +10,9 @@ from .index_scores import select_entries
 from .newton_schulz import newton_schulz
 from .packed_experts import packed_experts
 from .packed_linear import packed_linear, packed_swiglu
+from .rotary_store import rotate_store
 from .sinkhorn_step import sinkhorn_step
+from .sparse_attention import sparse_attention
 from .wide_linear import wide_linear
 
 VERSION = 1
@@ -22,8 +24,10 @@ __all__ = [
     "packed_experts",
     "packed_linear",
     "packed_swiglu",
+    "rotate_store",
     "route_tokens",
     "select_entries",
     "sinkhorn_step",
+    "sparse_attention",
     "wide_linear",
 ]
