@@ -8,6 +8,8 @@ Sources: contract section 2, `modeling_dsv4/layers.py`.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -129,6 +131,18 @@ def _sum_parts_kernel(parts, out, size, PARTS: tl.constexpr, BLOCK: tl.constexpr
     tl.store(out + at, acc, mask=at < size)
 
 
+class Tile(NamedTuple):
+    """Weight rows, input rows and columns of a tile; parts of K side by side; stages, warps; parts of K apart."""
+
+    bn: int
+    bm: int
+    bk: int
+    split: int
+    stages: int
+    warps: int
+    parts: int
+
+
 class _PackedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, scale, block_size, activation_block, groups):
@@ -140,7 +154,7 @@ class _PackedLinear(torch.autograd.Function):
             x = x if activation_block is None else round_fp8_rows(x, block=activation_block)
             unpacked = unpack_fp8_tiles(weight, scale, block_size=block_size, dtype=x.dtype)
             return _grouped_product(x, unpacked.unflatten(0, (groups, -1)).mT).view(shape)
-        return _few_rows(x.contiguous(), weight, scale, block_size, activation_block).view(shape)
+        return multiply_few(x.contiguous(), weight, scale, block_size, activation_block).view(shape)
 
     @staticmethod
     def backward(ctx, grad):
@@ -161,14 +175,14 @@ def _grouped_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _few_rows(x, weight, scale, block_size, activation_block, shape=None):
+def multiply_few(x, weight, scale, block_size, activation_block, tile: Tile | None = None):
     """`[M, G, K]` times packed `[G * N, K]`: `[M, G, N]`."""
     m, groups, k = x.shape
     n = len(weight) // groups
     # One row is rounded by each of its readers, which is less than a launch of its own.
     if activation_block is not None and m > 1:
         x, activation_block = round_fp8_rows(x, block=activation_block), None
-    bn, bm, bk, split, stages, warps, parts = shape or _tile(m, n, k, groups)
+    bn, bm, bk, split, stages, warps, parts = tile or _choose_tile(m, n, groups)
     parts = parts if k % (parts * bk) == 0 else 1
     split = split if k % (parts * split * bk) == 0 else 1
     out = torch.empty(m, groups, n, dtype=x.dtype, device=x.device)
@@ -198,13 +212,19 @@ def _few_rows(x, weight, scale, block_size, activation_block, shape=None):
     return out
 
 
-def _tile(m: int, n: int, k: int, groups: int) -> tuple[int, ...]:
-    """BN, BM, BK, SPLIT, STAGES, warps and PARTS, as measured on an H200."""
+def _choose_tile(m: int, n: int, groups: int) -> Tile:
+    """The fastest of those measured on an H200 at the released sizes."""
     if m == 1:
-        return (32, 1, 256, 1, 3, 2, 1) if n * groups >= 8192 else (16, 1, 128, 8, 3, 8, 1)
-    bm = min(16, triton.next_power_of_2(m))
-    tiles = triton.cdiv(n, 32) * triton.cdiv(m, bm) * groups
-    return 32, bm, 256, 1, 3, 2, max(1, min(8, triton.next_power_of_2(256 // tiles)))
+        return Tile(32, 1, 256, 1, 3, 2, 1) if n * groups >= 8192 else Tile(16, 1, 256, 4, 3, 4, 1)
+    if m <= 16:
+        bm = triton.next_power_of_2(m)
+        return Tile(32, bm, 256, 1, 3, 2, _parts(triton.cdiv(n, 32) * groups))
+    return Tile(64, 64, 128, 1, 3, 4, _parts(triton.cdiv(n, 64) * triton.cdiv(m, 64) * groups))
+
+
+def _parts(tiles: int) -> int:
+    """Parts of K for at least one wave of programs, at most 4: their sums are written and read again."""
+    return max(1, min(4, triton.next_power_of_2(256 // tiles))) if tiles < 256 else 1
 
 
 def packed_linear(

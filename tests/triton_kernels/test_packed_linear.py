@@ -46,6 +46,23 @@ def test_products_and_gradients(rows, shape, block, rounds, device, poisoned, mo
         assert error(found.cpu(), grad.cpu().double() @ exact) < bound(dtype)
 
 
+@pytest.mark.parametrize(
+    ("rows", "tile"),
+    [
+        (20, (32, 64, 64, 1, 2, 4, 1)),  # the product transposed
+        (5, (32, 8, 128, 1, 2, 2, 4)),  # parts of K apart, added in order
+        (2, (16, 2, 64, 4, 2, 4, 2)),  # and parts side by side
+        (3, (64, 16, 128, 1, 2, 4, 1)),  # two rows of tiles
+    ],
+)
+def test_every_shape_of_tile(rows, tile, device, poisoned):  # noqa: F811
+    weight, scale, exact = packed_matrix(100, 512, device)
+    for dtype in dtypes(device):
+        x = random(rows, 1, 512, seed=2, spread=1, device=device, dtype=dtype)
+        out = kernels.multiply_few(x, weight, scale, (32, 32), 32, kernels.Tile(*tile))
+        assert error(out[:, 0].cpu(), round_fp8(x[:, 0]).cpu().double() @ exact.mT) < bound(dtype)
+
+
 @pytest.mark.parametrize("rows", [1, 5, 20])
 def test_grouped_products_and_gradients(rows, device, poisoned, monkeypatch):  # noqa: F811
     monkeypatch.setattr(kernels, "MANY_ROWS", 20)
