@@ -445,9 +445,11 @@ def packed_experts(
         for values, scale, parts in ((gate_up, gate_up_scale, 2), (down, down_scale, 1))
     )
     experts, indices, weights = len(gate_up), indices.contiguous(), weights.contiguous()
-    tile, down_tile = _tiles(len(x), indices.numel(), experts, activation_block or 0)
+    trains = torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad)
+    # Tiles of one row have no order that a backward pass could read.
+    tile, down_tile = _tiles(max(2, len(x)) if trains else len(x), indices.numel(), experts, activation_block or 0)
     groups = group_pairs(indices, experts, tile.bm)
-    if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
+    if trains:
         rounded = x if activation_block is None else RoundRows.apply(x, activation_block)
         gate, up = _GroupedProduct.apply(rounded, first, groups, indices.shape[1], tile).float().chunk(2, dim=-1)
         hidden = F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit) * weights.view(-1, 1)
