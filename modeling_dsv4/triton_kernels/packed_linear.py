@@ -182,7 +182,7 @@ def multiply_few(x, weight, scale, block_size, activation_block, tile: Tile | No
     # One row is rounded by each of its readers, which is less than a launch of its own.
     if activation_block is not None and m > 1:
         x, activation_block = round_fp8_rows(x, block=activation_block), None
-    bn, bm, bk, split, stages, warps, parts = tile or _choose_tile(m, n, groups)
+    bn, bm, bk, split, stages, warps, parts = tile or _choose_tile(x.dtype, m, n, k, groups)
     parts = parts if k % (parts * bk) == 0 else 1
     split = split if k % (parts * split * bk) == 0 else 1
     out = torch.empty(m, groups, n, dtype=x.dtype, device=x.device)
@@ -212,19 +212,19 @@ def multiply_few(x, weight, scale, block_size, activation_block, tile: Tile | No
     return out
 
 
-def _choose_tile(m: int, n: int, groups: int) -> Tile:
+def _choose_tile(dtype: torch.dtype, m: int, n: int, k: int, groups: int) -> Tile:
     """The fastest of those measured on an H200 at the released sizes."""
+    if m == 1 and n * groups >= 16384:
+        return Tile(32, 1, 256, 1, 3, 2, 1)
     if m == 1:
-        return Tile(32, 1, 256, 1, 3, 2, 1) if n * groups >= 8192 else Tile(16, 1, 256, 4, 3, 4, 1)
-    if m <= 16:
-        bm = triton.next_power_of_2(m)
-        return Tile(32, bm, 256, 1, 3, 2, _parts(triton.cdiv(n, 32) * groups))
-    return Tile(64, 64, 128, 1, 3, 4, _parts(triton.cdiv(n, 64) * triton.cdiv(m, 64) * groups))
-
-
-def _parts(tiles: int) -> int:
-    """Parts of K for at least one wave of programs, at most 4: their sums are written and read again."""
-    return max(1, min(4, triton.next_power_of_2(256 // tiles))) if tiles < 256 else 1
+        return Tile(16, 1, 256, 4, 3, 4, 1) if k % 1024 == 0 else Tile(16, 1, 128, 2, 3, 2, 1)
+    if m <= 16 or dtype != torch.bfloat16:  # float32 has no matrix units and large operands
+        bn, bm, bk, warps = 32, min(16, triton.next_power_of_2(m)), 256, 2
+    else:
+        bn, bm, bk, warps = 64, 64, 128, 4
+    # Parts of K are written and read again, which pays while the tiles alone are too few for the device.
+    tiles = triton.cdiv(n, bn) * triton.cdiv(m, bm) * groups
+    return Tile(bn, bm, bk, 1, 3, warps, 4 if tiles <= 256 else 1)
 
 
 def packed_linear(
