@@ -62,6 +62,10 @@ class OutputCapture:
         self.draft_features: list[torch.Tensor] = []
         self.balance: torch.Tensor | None = None
 
+    def reads_streams(self, index: int) -> bool:
+        """Whether the streams that enter layer `index` are looked at, not only those that a site has at hand."""
+        return self.wanted.hidden_states or index in self.draft_layers
+
     @contextmanager
     def watching(self, layer: nn.Module, flow: StreamState, layout: SequenceLayout):
         """Gather what enters the layer, in the columns of `layout`, and its router's logits while it runs."""

@@ -5,7 +5,6 @@ Source: contract section 4 (order of a layer), V4.1 report section 2.4.1 (which 
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,23 +14,37 @@ from .attention import Dsv4Attention, LayerContext, SharedState
 from .cache import Dsv4CacheLayer
 from .engram import Dsv4EngramMemory
 from .engram_reads import EngramRead
-from .hyper_connections import Dsv4HyperConnection, collapse_streams, expand_streams
+from .hyper_connections import Dsv4HyperConnection, Expansion, HyperConnectionSite, expand_streams
 from .layers import Dsv4RMSNorm
 from .moe import Dsv4SparseMoeBlock
 from .sequence_layout import SequenceLayout
 
 
 class StreamState(NamedTuple):
-    r"""What flows from layer to layer: streams `[B, S, N, D]`, the carried pre `[B, S, N]`, the attention state."""
+    r"""What flows from layer to layer: streams `[B, S, N, D]`, the carried pre `[B, S, N]`, the attention state.
 
-    streams: torch.Tensor
+    The output of the last sublayer is `pending`: the next site adds it to the `unsettled` streams, which it reads anyway.
+    """
+
+    unsettled: torch.Tensor
     pre: torch.Tensor
     shared: SharedState
+    pending: Expansion | None = None
+
+    @property
+    def streams(self) -> torch.Tensor:
+        """The streams with all that sublayers added to them."""
+        return self.unsettled if self.pending is None else expand_streams(self.unsettled, *self.pending)
+
+    def settled(self) -> StreamState:
+        """The same with nothing pending."""
+        return StreamState(self.streams, self.pre, self.shared)
 
     def tail(self, layout: SequenceLayout, tail: SequenceLayout) -> StreamState:
         """What flows of the tokens of `tail`, when this is of those of `layout`."""
-        streams, pre = (layout.take_tail(t, tail) for t in (self.streams, self.pre))
-        return StreamState(streams, pre, self.shared.tail(layout, tail))
+        parts = (self.unsettled, self.pre, *(self.pending or ()))
+        streams, pre, *pending = (layout.take_tail(t, tail) for t in parts)
+        return StreamState(streams, pre, self.shared.tail(layout, tail), Expansion(*pending) if pending else None)
 
 
 class Dsv4DecoderLayer(GradientCheckpointingLayer):
@@ -67,25 +80,19 @@ class Dsv4DecoderLayer(GradientCheckpointingLayer):
         Returns:
             `StreamState` of the same tokens, or of those of `context.next_layout`.
         """
-        streams, pre, shared = flow
         if engram_rows is not None:
-            streams = self.engram(streams, engram_rows, context.image_mask)
-        # A site predicts its own coefficients; single pass, it collapses by the pre of the site before it.
-        own_pre, post, comb = self.attn_hc(streams)
-        x = self.input_layernorm(collapse_streams(streams, pre if self.single_pass else own_pre))
+            flow = flow._replace(unsettled=self.engram(flow.streams, engram_rows, context.image_mask), pending=None)
+        shared = flow.shared
+        site = self.attn_hc(flow.unsettled, flow.pending, flow.pre, norm=self.input_layernorm)
         if context.next_layout is not None:
-            shared = self.self_attn.pool(x, shared, context, cache)
-            take = partial(context.layout.take_tail, tail=context.next_layout)
-            x, streams, own_pre, post, comb = map(take, (x, streams, own_pre, post, comb))
+            shared = self.self_attn.pool(site.x, shared, context, cache)
+            site = HyperConnectionSite(*(context.layout.take_tail(part, context.next_layout) for part in site))
             context = context.tail(context.next_layout)
-        x, shared = self.self_attn(x, shared, context, cache)
-        streams, pre = expand_streams(streams, x, post, comb), own_pre
-
-        own_pre, post, comb = self.ffn_hc(streams)
-        x = self.post_attention_layernorm(collapse_streams(streams, pre if self.single_pass else own_pre))
-        x = self.mlp(x, context.image_mask, context.input_ids, context.layout.real)
-        return StreamState(expand_streams(streams, x, post, comb), own_pre, shared)
+        x, shared = self.self_attn(site.x, shared, context, cache)
+        site = self.ffn_hc(site.streams, site.expansion(x), site.pre, norm=self.post_attention_layernorm)
+        x = self.mlp(site.x, context.image_mask, context.input_ids, context.layout.real)
+        return StreamState(site.streams, site.pre, shared, site.expansion(x))
 
     def entering_pre(self, flow: StreamState) -> torch.Tensor:
         """The pre `[B, S, N]` by which the streams that enter the layer are collapsed."""
-        return flow.pre if self.single_pass else self.attn_hc(flow.streams)[0]
+        return flow.pre if self.single_pass else self.attn_hc(flow.streams).pre

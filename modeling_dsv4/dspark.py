@@ -148,8 +148,8 @@ class Dsv4DSpark(nn.ModuleList):
         flow = StreamState(streams, first_pre(streams), SharedState())
         for stage, seen in zip(self, entries.unbind(2), strict=True):
             flow = stage(flow, context, None, DraftContext(seen, mask))
-        pre = flow.pre if self.config.single_pass_hc else self[-1].hc_head(flow.streams)
-        return collapse_streams(flow.streams, pre)
+        streams = flow.streams
+        return collapse_streams(streams, flow.pre if self.config.single_pass_hc else self[-1].hc_head(streams))
 
     def block_ids(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the ids `[N, K]` of blocks that begin with `tokens` `[N]`: noise follows."""

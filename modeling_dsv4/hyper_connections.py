@@ -4,13 +4,17 @@
                                ├─ collapse by a pre ──> x [B, S, D] ──> sublayer ──> y [B, S, D]
                                └─ expand:  streams'[k] = C[k] * y + sum_j M[j, k] * streams[j]
 
-Single-pass (V4.1): a site collapses by the A that the site before it predicted, so that one pass over the streams can
-mix, predict and collapse; the first site uses stream 0. Multi-pass (V4): a site collapses by its own A.
+A site begins with the expansion of the sublayer before it, so that it reads the streams once and writes them once.
+Single-pass (V4.1): it collapses by the A that the site before it predicted, so that the same pass can mix, predict and
+collapse; the first site uses stream 0. Multi-pass (V4): a site collapses by its own A.
 
 Sources: V4 report section 2.2, V4.1 report section 2.4.1, contract section 4.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -99,8 +103,57 @@ def expand_streams(
     Returns:
         `torch.Tensor` of shape `[B, S, N, D]`, dtype of the streams.
     """
-    mixed = comb.mT @ wide(streams)
+    with full_precision(streams):
+        mixed = comb.mT @ wide(streams)
     return (post[..., None] * wide(output)[..., None, :] + mixed).to(streams.dtype)
+
+
+class Expansion(NamedTuple):
+    """What a sublayer adds to the streams: output y `[B, S, D]`, post C `[B, S, N]`, comb M `[B, S, N, N]`."""
+
+    output: torch.Tensor
+    post: torch.Tensor
+    comb: torch.Tensor
+
+
+class HyperConnectionSite(NamedTuple):
+    """Streams `[B, S, N, D]` before a sublayer, its input x `[B, S, D]`, and the site's pre, post and comb."""
+
+    streams: torch.Tensor
+    x: torch.Tensor
+    pre: torch.Tensor
+    post: torch.Tensor
+    comb: torch.Tensor
+
+    def expansion(self, output: torch.Tensor) -> Expansion:
+        """What the sublayer adds to the streams, when `output` `[B, S, D]` is its output."""
+        return Expansion(output, self.post, self.comb)
+
+
+def hyper_connection_site(
+    streams: torch.Tensor,
+    pending: Expansion | None,
+    pre: torch.Tensor | None,
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    norm: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    **settings,
+) -> HyperConnectionSite:
+    r"""Run a whole site: settle the streams, predict the coefficients from them, collapse them to a sublayer's input.
+
+    Args:
+        streams (`torch.Tensor` of shape `[B, S, N, D]`).
+        pending (`Expansion`, *optional*): of the sublayer before, not yet in the streams.
+        pre (`torch.Tensor` of shape `[B, S, N]`, *optional*): carried A by which to collapse; `None`: the site's own.
+        fn, base, scale, settings: of `hyper_connection_coefficients`.
+        norm (*optional*): the sublayer's pre-norm.
+    """
+    if pending is not None:
+        streams = expand_streams(streams, *pending)
+    own_pre, post, comb = hyper_connection_coefficients(streams, fn, base, scale, **settings)
+    x = collapse_streams(streams, own_pre if pre is None else pre)
+    return HyperConnectionSite(streams, x if norm is None else norm(x), own_pre, post, comb)
 
 
 class Dsv4HyperConnection(nn.Module):
@@ -108,7 +161,7 @@ class Dsv4HyperConnection(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        count = config.hc_mult
+        count, self.single_pass = config.hc_mult, config.single_pass_hc
         self.fn = nn.Parameter(torch.empty(count * (count + 2), count * config.hidden_size, dtype=torch.float32))
         self.base = nn.Parameter(torch.empty(count * (count + 2), dtype=torch.float32))
         self.scale = nn.Parameter(torch.empty(3, dtype=torch.float32))
@@ -118,9 +171,16 @@ class Dsv4HyperConnection(nn.Module):
             "norm_eps": config.rms_norm_eps,
         }
 
-    def forward(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return pre, post and comb of `streams` `[B, S, N, D]` (see `hyper_connection_coefficients`)."""
-        return hyper_connection_coefficients(streams, self.fn, self.base, self.scale, **self.settings)
+    def forward(
+        self,
+        streams: torch.Tensor,
+        pending: Expansion | None = None,
+        carried_pre: torch.Tensor | None = None,
+        norm: nn.Module | None = None,
+    ) -> HyperConnectionSite:
+        """Run the site (see `hyper_connection_site`); multi-pass, the carried pre `[B, S, N]` is not used."""
+        pre = carried_pre if self.single_pass else None
+        return hyper_connection_site(streams, pending, pre, self.fn, self.base, self.scale, norm, **self.settings)
 
 
 class Dsv4HyperHead(nn.Module):

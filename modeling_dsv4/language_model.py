@@ -107,6 +107,8 @@ class Dsv4PreTrainedModel(ReleasedCheckpointMixin, ExpertPlacementMixin, Kernels
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["Dsv4DecoderLayer", "Dsv4DSparkStage", "Dsv4MtpLayer"]
+    # accelerate moves the arguments of modules, and a hyper-connection is given the norm that it calls.
+    _skip_keys_device_placement = ["cache", "norm"]
     # Sinks, a selection per query and heads of 512 channels are beyond the generic attention backends.
     _supports_sdpa = False
     _supports_flash_attn = False
@@ -341,9 +343,11 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
         capture = OutputCapture(text, layout, wanted, embeds, draft_layers, replay.layout)
         for index, layer in enumerate(self.layers):
             flow, context = replay.enter(index, flow)
+            flow = flow.settled() if capture.reads_streams(index) else flow
             with capture.watching(layer, flow, context.layout):
                 flow = layer(flow, context, rows.get(index), None if cache is None else cache.layers[index])
             capture.add_selection(index, flow)
+        flow = flow.settled()
         pre = flow.pre if text.single_pass_hc else self.hc_head(flow.streams)
         hidden = self.norm(collapse_streams(flow.streams, pre.to(flow.streams.device)))
         hidden = layout.unshift(layout.put_tail(hidden, replay.layout))

@@ -63,8 +63,8 @@ class Dsv4MtpLayer(Dsv4DecoderLayer):
             `torch.Tensor` of shape `[B, S, H]`, normalised; dtype of the streams.
         """
         entering = self.enter(streams, next_embeds)
-        flow = self(StreamState(entering, first_pre(entering), SharedState()), context, cache=cache)
-        return self.norm(collapse_streams(flow.streams, self.hc_head(flow.streams)))
+        leaving = self(StreamState(entering, first_pre(entering), SharedState()), context, cache=cache).streams
+        return self.norm(collapse_streams(leaving, self.hc_head(leaving)))
 
 
 class _ReadOnlyWindow:
@@ -102,7 +102,7 @@ class Dsv4Mtp(nn.ModuleList):
         layer, (entries, last_streams), extra = self[0], cache.draft, cache.keep_extra(layout.columns)
         before = last_streams.append(streams, layout, keep_extra=extra)[:, -layout.columns - 1 : -1]
         entering = layer.enter(before, embeds)
-        x = layer.input_layernorm(collapse_streams(entering, layer.entering_pre(StreamState(entering, None, None))))
+        x = layer.attn_hc(entering, norm=layer.input_layernorm).x
         positions = (layout.position_ids - 1).clamp(min=0)  # the position before the first token is never attended
         table = rotary_table(positions, self._frequencies(embeds.device))
         entries.append(layer.self_attn.make_window(x, table), layout, keep_extra=extra)

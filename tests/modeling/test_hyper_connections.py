@@ -10,10 +10,12 @@ import torch
 
 from modeling_dsv4.hyper_connections import (
     Dsv4HyperConnection,
+    Expansion,
     collapse_streams,
     expand_streams,
     first_pre,
     hyper_connection_coefficients,
+    hyper_connection_site,
     sinkhorn_normalize,
 )
 from tests.reference import mhc
@@ -116,7 +118,9 @@ def test_bfloat16_streams_give_float32_coefficients():
 
 
 def test_a_whole_site_equals_the_oracle():
-    config = SimpleNamespace(hc_mult=4, hidden_size=6, hc_sinkhorn_iters=20, hc_eps=1e-6, rms_norm_eps=1e-20)
+    config = SimpleNamespace(
+        hc_mult=4, hidden_size=6, hc_sinkhorn_iters=20, hc_eps=1e-6, rms_norm_eps=1e-20, single_pass_hc=True
+    )
     site = Dsv4HyperConnection(config)
     assert {name: tuple(p.shape) for name, p in site.named_parameters()} == {
         "fn": (24, 24),
@@ -128,7 +132,7 @@ def test_a_whole_site_equals_the_oracle():
     for parameter, value in zip(site.parameters(), _site(), strict=True):
         parameter.data.copy_(value)
     streams, output = _random(1, 3, 4, 6, seed=8), _random(1, 3, 6, seed=9)
-    pre, post, comb = site(streams)
+    _, _, pre, post, comb = site(streams)
     mixed = expand_streams(streams, output, post, comb).detach()
     for s in range(3):
         a, c, m = mhc.coefficients(streams[0, s].numpy(), *(p.detach().numpy() for p in site.parameters()))
@@ -136,6 +140,23 @@ def test_a_whole_site_equals_the_oracle():
             mixed[0, s], mhc.expand(streams[0, s].numpy(), output[0, s].numpy(), c, m), atol=1e-12
         )
         np.testing.assert_allclose(pre[0, s].detach(), a, atol=1e-12)
+
+
+@pytest.mark.parametrize("carried", [False, True])
+def test_a_site_first_settles_what_is_pending(carried):
+    fn, base, scale = _site()
+    streams, output = _random(1, 3, 4, 6, seed=8), _random(1, 3, 6, seed=9)
+    carried_pre, post = _random(1, 3, 4, seed=10), _random(1, 3, 4, seed=11)
+    pending = Expansion(output, post, ASYMMETRIC.expand(1, 3, 4, 4))
+    site = hyper_connection_site(
+        streams, pending, carried_pre if carried else None, fn, base, scale, lambda x: 3 * x, **OPTIONS
+    )
+    for s in range(3):
+        mixed = mhc.expand(streams[0, s].numpy(), output[0, s].numpy(), post[0, s].numpy(), ASYMMETRIC.numpy())
+        a, c, m = mhc.coefficients(mixed, fn.numpy(), base.numpy(), scale.numpy())
+        x = 3 * mhc.collapse(mixed, carried_pre[0, s].numpy() if carried else a)
+        for found, expected in zip(site, (mixed, x, a, c, m), strict=True):
+            np.testing.assert_allclose(found[0, s], expected, atol=1e-12)
 
 
 # ---- the mixing matrix -------------------------------------------------------------------------------------------------

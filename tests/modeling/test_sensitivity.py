@@ -139,27 +139,14 @@ def _no_engram(model, patch):
 
 def _pre_of_the_same_site(model, patch):
     """A site collapses by its own pre, as in V4."""
-
-    def forward(self, flow, context, engram_rows=None, cache=None):
-        streams, _, shared = flow
-        if engram_rows is not None:
-            streams = self.engram(streams, engram_rows, context.image_mask)
-        pre, post, comb = self.attn_hc(streams)
-        x = self.input_layernorm(hyper_connections.collapse_streams(streams, pre))
-        x, shared = self.self_attn(x, shared, context, cache)
-        streams = hyper_connections.expand_streams(streams, x, post, comb)
-        pre, post, comb = self.ffn_hc(streams)
-        x = self.mlp(
-            self.post_attention_layernorm(hyper_connections.collapse_streams(streams, pre)), context.image_mask
-        )
-        return decoder.StreamState(hyper_connections.expand_streams(streams, x, post, comb), pre, shared)
-
-    patch.setattr(decoder.Dsv4DecoderLayer, "forward", forward)
+    for layer in _layers(model):
+        layer.attn_hc.single_pass = layer.ffn_hc.single_pass = False
 
 
 def _comb_transposed(model, patch):
     expand = hyper_connections.expand_streams
-    patch.setattr(decoder, "expand_streams", lambda streams, y, post, comb: expand(streams, y, post, comb.mT))
+    for module in (hyper_connections, decoder):
+        patch.setattr(module, "expand_streams", lambda streams, y, post, comb: expand(streams, y, post, comb.mT))
 
 
 def _sinkhorn(iterations):
