@@ -96,7 +96,7 @@ def tail_channels(parts, codec: str) -> int:
 def unpack(parts: tuple[torch.Tensor, ...], codec: str, like: torch.Tensor) -> torch.Tensor:
     """Return the values `[B, C, D]` of stored tensors `[B, C, ...]`; D and dtype are those of `like` `[..., D]`."""
     if codec == "float":
-        return parts[0]
+        return parts[0].to(like.dtype)
     (batch, count), dim = parts[0].shape[:2], like.shape[-1]
     out = like.new_empty(batch, count, dim)
     grid = triton.cdiv(count, 16), batch

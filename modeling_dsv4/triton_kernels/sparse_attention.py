@@ -97,7 +97,7 @@ def _attend(
     here = query * HEADS * DIM + head[:, None] * DIM + channel[None, :]
     inside = (head < HEADS)[:, None] & (channel < DIM)[None, :]
     q = tl.load(queries + here, mask=inside, other=0.0)
-    sink = tl.load(sinks + head, mask=head < HEADS, other=0.0)
+    sink = tl.load(sinks + head, mask=head < HEADS, other=0.0).to(tl.float32)
 
     position = tl.load(past + row).to(tl.int32) + t
     first = 0
@@ -226,7 +226,7 @@ def _combine(
     x = tl.load(parts + part[:, None] * DIM + channel[None, :], mask=inside, other=0.0)
     highest = tl.max(top, 0)
     fade = tl.exp(top - highest)
-    total = tl.sum(total * fade, 0) + tl.exp(tl.load(sinks + head) - highest)
+    total = tl.sum(total * fade, 0) + tl.exp(tl.load(sinks + head).to(tl.float32) - highest)
     x = (tl.sum(x * fade[:, None], 0) / total)[None, :]
     if PAIRS > 0:
         x = round_to(x, out.dtype.element_ty)
@@ -418,11 +418,13 @@ def sparse_attention(
     numbers = {"scale": scale, "window_size": window_size, "ratio": ratio}
     count, slots = queries.shape[0] * queries.shape[1], _slots(entries, selection)
     many = count > FEW_QUERIES and not ring
-    if differentiates or many:
+    if window_format == "float" or differentiates or many:
         window, window_format = (unpack(window, window_format, queries),), "float"
-    # Worth it where the queries look up nearly as many entries as there are.
-    if slots and (differentiates or (many and 8 * count * slots >= entries[0].shape[0] * entries[0].shape[1])):
-        entries, entry_format = (unpack(entries, entry_format, queries),), "float"
+    if entries is not None:
+        # Worth it where the queries look up nearly as many entries as there are.
+        dense = many and 8 * count * slots >= entries[0].shape[0] * entries[0].shape[1]
+        if entry_format == "float" or differentiates or dense:
+            entries, entry_format = (unpack(entries, entry_format, queries),), "float"
     if differentiates:
         values = None if entries is None else entries[0]
         return _SparseAttention.apply(queries, window[0], values, past, sinks, floor, selection, numbers)
