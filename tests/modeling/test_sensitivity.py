@@ -123,7 +123,11 @@ def _bias_vl_ignored(model, patch):
 
 def _hash_ignores_images(model, patch):
     compress = ngram_hash.Dsv4NgramHash.compress
-    patch.setattr(ngram_hash.Dsv4NgramHash, "compress", lambda self, ids, image_mask: compress(self, ids, None))
+    patch.setattr(
+        ngram_hash.Dsv4NgramHash,
+        "compress",
+        lambda self, ids, image_mask, **options: compress(self, ids, None, **options),
+    )
 
 
 def _gate_open_on_images(model, patch):
