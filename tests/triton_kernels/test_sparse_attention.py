@@ -158,6 +158,14 @@ def test_a_query_that_sees_nothing_gets_zeros(make):
     assert (out == 0).all()
 
 
+def test_values_and_sinks_of_another_dtype_are_read_in_that_of_the_queries(make):
+    problem = make()
+    problem = problem._replace(window=problem.window.bfloat16().float(), sinks=problem.sinks.bfloat16().float())
+    args = problem.queries, (problem.window.bfloat16(),), problem.past, problem.sinks.bfloat16()
+    out = sparse_attention(*args, entries=(problem.entries,), **problem.numbers())
+    torch.testing.assert_close(out, problem.reference(), atol=2e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("shift", (-200.0, 200.0))
 def test_far_sinks_and_large_logits(make, shift):
     problem = make()
