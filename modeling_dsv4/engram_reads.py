@@ -27,7 +27,7 @@ ROWS_AT_A_TIME = 1 << 14
 
 @dataclass
 class EngramStatistics:
-    r"""What was read of one packed table since the model was loaded.
+    r"""What was read of one packed table since the model was loaded, but for rows that a kernel gathers by itself.
 
     Args:
         rows (`int`): rows that the layer looked up. unique (`int`): rows read, each once a call.

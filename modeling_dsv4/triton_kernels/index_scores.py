@@ -6,7 +6,8 @@ A program keeps the queries of a few tokens and walks over keys, which it unpack
 rows of the product and all heads of its tokens the columns, so the head sum stays within a row. Scores of a bounded number
 of queries exist at a time. Products, weights and the head sum are rounded as in the reference; products and sums are
 accumulated in float32 in another order. Products of MXFP4 values are sums of few bits, so the order does not matter to
-them; a head sum may differ in its last float32 bits, and then, rarely, in its rounding.
+them; a head sum may differ in its last float32 bits, and then, rarely, in its rounding. Tokens of a program share the
+product that sums their heads, so one whose products are not finite makes the others' scores NaN.
 
 Source: contract sections 6.2 and 6.3; the reference is `index_scores` and `Dsv4Indexer` of the package.
 """
@@ -57,7 +58,7 @@ def _index_scores_kernel(
     n = tl.arange(0, TOKENS * HEADS_PADDED)
     head, of = n % HEADS_PADDED, tl.program_id(0) * TOKENS + n // HEADS_PADDED
     there = (head < HEADS) & (of < tokens)
-    weight = tl.load(weights + row * weight_row + of * HEADS + head, there, other=0.0)
+    weight = tl.load(weights + row * weight_row + of * HEADS + head, there, other=0.0).to(dtype)
     query = queries + row * query_row + (of.to(tl.int64) * HEADS + head) * CHANNELS
     c = tl.arange(0, WIDTH)[None, :]
     query = tl.load(query[:, None] + c, there[:, None] & (c < CHANNELS), other=0.0)

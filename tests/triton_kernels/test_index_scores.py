@@ -91,6 +91,29 @@ def test_scores_of_a_pool(kernels, device, dtype):
         assert_scores(found[~hidden], expected[~hidden], dtype)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="the interpreter takes minutes and does not run the assembly"
+)
+@pytest.mark.parametrize(("tokens", "heads"), [(1, 32), (3, 32), (19, 32), (1, 64), (6, 64)])
+def test_released_sizes(kernels, device, tokens, heads):
+    queries, packed, floats, weights, visible = make_inputs(tokens, 9000, heads, 128, torch.bfloat16, device)
+    expected = reference.index_scores(*(t.cpu() for t in (queries, floats, weights))).to(device)
+    seen = torch.arange(9000, device=device) < visible[..., None]
+    for keys in (packed, (floats,)):
+        scores = kernels.index_scores(queries, keys, weights, visible)
+        assert_scores(scores[seen], expected[seen], torch.bfloat16)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        found, pool = kernels.select_entries(queries, keys, weights, visible, k=512, block_size=8, pool_blocks=256)
+        assert torch.equal(found, reference.select_topk(scores, 512).int())
+        assert torch.equal(pool, reference.select_candidate_blocks(scores, visible, block_size=8, k=256).int())
+        found, _ = kernels.select_entries(queries, keys, weights, visible, k=512, pool=pool, block_size=8)
+        entries = reference.expand_blocks(pool.long(), block_size=8)
+        near = scores.gather(-1, entries.clamp(0, 8999)).masked_fill(entries < 0, float("-inf"))
+        chosen = reference.select_topk(near, 512)
+        assert torch.equal(found, torch.where(chosen < 0, -1, entries.gather(-1, chosen.clamp(min=0))).int())
+
+
 def test_tiles_of_queries_and_rows_without_entries(kernels, device, monkeypatch):
     monkeypatch.setattr(kernels, "MAX_SCORES", 2 * 40 * 2)  # two queries of both rows
     queries, packed, _, weights, visible = make_inputs(5, 40, 4, 32, torch.bfloat16, device)

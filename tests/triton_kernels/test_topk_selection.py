@@ -83,6 +83,21 @@ def test_entries_of_a_pool(kernels, device, blocks):
     assert torch.equal(kernels.select_in_pool(scores, 4, pool, 3), expected.int())
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="rows of a million columns take the interpreter minutes")
+@pytest.mark.parametrize("kind", ["random", "ties", "equal"])
+@pytest.mark.parametrize(
+    ("columns", "k"), [(3000, 512), (40_000, 512), (1 << 17, 2048), (1 << 20, 512), (1 << 20, 1024)]
+)
+def test_released_sizes_every_time(device, poisoned, columns, k, kind):
+    from modeling_dsv4.triton_kernels.topk_selection import select_topk
+
+    scores, visible = make_scores(kind, columns, torch.bfloat16, device)
+    expected = reference.select_topk(hide(scores, visible, -INF), k).int()
+    for _ in range(20):  # a race would show as another result
+        assert torch.equal(select_topk(hide(scores, visible, NAN), k, visible), expected)
+
+
 def test_what_is_refused(kernels, device):
     with pytest.raises(ValueError, match="scores are torch.float64"):
         kernels.select_topk(torch.zeros(1, 3, device=device, dtype=torch.float64), 1)
