@@ -20,7 +20,9 @@ class ExpertPlacementMixin:
     """`place_experts` for models."""
 
     def place_experts(self, max_memory: int | str | None = None) -> list[str]:
-        r"""Move banks of packed experts to the devices of their layers, the first layers first.
+        r"""Move banks of packed experts to the accelerators of their layers, the first layers first.
+
+        Banks of layers on the host or on disk stay there.
 
         Args:
             max_memory (`int` or `str`, *optional*): bytes, or a text as "60GB", that banks may take of each device; the
@@ -30,15 +32,16 @@ class ExpertPlacementMixin:
             The names of the banks that were moved.
 
         Raises:
-            ValueError: if there is no packed bank, a layer's device is no accelerator, or a device has not the memory.
+            ValueError: if no layer with packed experts is on an accelerator, or a device has not the memory.
         """
-        banks = {name: module for name, module in self.named_modules() if isinstance(module, Dsv4PackedExperts)}
+        every = {name: module for name, module in self.named_modules() if isinstance(module, Dsv4PackedExperts)}
+        devices = {name: bank.weight.device for name, bank in every.items()}
+        banks = {name: bank for name, bank in every.items() if devices[name].type not in ("cpu", "meta")}
         budget = None if max_memory is None else convert_file_size_to_int(max_memory)
-        devices = {name: bank.weight.device for name, bank in banks.items()}
-        wrong = next((name for name, device in devices.items() if device.type in ("cpu", "meta")), None)
-        if wrong is not None or not banks:
-            found = f"{wrong} is on {devices[wrong]}" if banks else f"{type(self).__name__} has no packed experts"
-            raise ValueError(f"{found}; accepted: a packed model whose layers are on accelerators.")
+        if not banks:
+            first = next(iter(devices), None)
+            found = f"{first} is on {devices[first]}" if first else f"{type(self).__name__} has no packed experts"
+            raise ValueError(f"{found}; accepted: a packed model with layers on accelerators.")
         placed: dict[torch.device, int] = defaultdict(int)
         new: dict[torch.device, int] = defaultdict(int)
         chosen = []

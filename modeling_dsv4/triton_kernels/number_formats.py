@@ -94,7 +94,6 @@ def round_fp8(x):
 
 
 # ---- packed weights as operands of a product ---------------------------------------------------------------------------
-
 # Triton's interpreter has no inline assembly and no bfloat16 arithmetic; there the same values are made in float32.
 
 
@@ -191,9 +190,8 @@ def e4m3_operand(values, DTYPE: tl.constexpr):
     if _INTERPRETED or DTYPE == tl.float32:
         code = values.to(tl.int32)
         bits = ((code & 0x7F) << 20) | ((code & 0x80) << 24)
-        value = (
-            bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
-        )  # 2**120: the difference of the exponents' biases
+        # 2**120 is the difference of the exponents' biases.
+        value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
         operand = tl.where((code & 0x7F) == 0x7F, float("nan"), value)
     else:
         operand = tl.inline_asm_elementwise(
