@@ -52,9 +52,10 @@ def multiply_rows(
 ):
     """Sum over `SPAN` of the K columns of packed weight rows `[BN]` times input rows `[BM]`: `[BN, BM]` float32.
 
-    `ONE_SCALE`: all rows have the same row of scales (FP8 alone). `ROUND_BLOCK` > 0 rounds the inputs here, for a few rows; else,
-    for FP4, a row holds its K/2 even columns and then the odd ones. `SPLIT` > 1 (SPAN a multiple of SPLIT * BK) gives more warps work: the tile then has as many parts of K side by
-    side, each with rows and columns of its own, and only the products of a part with itself are kept.
+    `ONE_SCALE`: all rows have the same row of scales (FP8 alone). `ROUND_BLOCK` > 0 rounds the inputs here, for a few
+    rows; else, for FP4, a row holds its K/2 even columns and then the odd ones. `SPLIT` > 1 (SPAN a multiple of SPLIT * BK)
+    gives more warps work: the tile then has as many parts of K side by side, each with rows and columns of its own, and only
+    the products of a part with itself are kept.
     """
     DTYPE: tl.constexpr = operand_dtype(x.dtype.element_ty)
     PAIRS: tl.constexpr = FP4 and ROUND_BLOCK == 0  # even and odd inputs are loaded apart
