@@ -61,7 +61,7 @@ class DecodeGraph:
         cache.column_mask = None
         self._ids = ids.clone()
         try:
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the device
                 # With its embedding, a token is not asked whether it stands for an image.
                 embeds = self.model.get_input_embeddings()(self._ids)
                 output = self.model(**inputs | {"input_ids": self._ids, "inputs_embeds": embeds})
