@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -86,7 +87,17 @@ def find_kernel(kernels: KernelSet | None, name: str, *tensors: torch.Tensor) ->
         return None
     kernel = getattr(kernels.load(), name, None)
     needs_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    return None if needs_gradient and not getattr(kernel, "has_backward", False) else kernel
+    if kernel is None or (needs_gradient and not getattr(kernel, "has_backward", False)):
+        return None
+    device = tensors[0].device
+    is_elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    return partial(_run_on, device, kernel) if is_elsewhere else kernel
+
+
+def _run_on(device: torch.device, kernel: Callable, *args, **kwargs):
+    """Launch on the device of the tensors: Triton launches on the current one."""
+    with torch.cuda.device(device):
+        return kernel(*args, **kwargs)
 
 
 class KernelsMixin:
