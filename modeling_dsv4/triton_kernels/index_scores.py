@@ -145,7 +145,8 @@ def index_scores(
     columns = count if pool is None else pool.shape[-1] * block_size
     scores = queries.new_empty(batch, tokens, columns)
     queries, weights, *keys = (x if x[0].is_contiguous() else x.contiguous() for x in (queries, weights, *keys))
-    packed, padded = len(keys) == 2, triton.next_power_of_2(heads)
+    # Products take at least 16 columns.
+    packed, padded = len(keys) == 2, max(16, triton.next_power_of_2(heads))
     if packed:
         if channels % 4:
             raise ValueError(f"packed keys have {channels} channels; accepted: multiples of 4.")

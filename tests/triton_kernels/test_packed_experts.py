@@ -96,7 +96,11 @@ def test_experts_equal_the_oracle(expert_dtype, block, tokens, rounds, device, p
         out = kernels.packed_experts(x, indices, weights, *bank.bank, **settings)
         expected = expected_sum(x, indices, weights, matrices, bank.limit, settings["activation_block"])
         assert out.dtype == torch.float32
-        assert error(out.cpu(), expected) < (2e-6 if dtype == torch.float32 else 1e-2)
+        # In bfloat16 gate and up are rounded, which may tip the FP8 rounding behind them by 2^-4 of a value: as often in the
+        # bank's own maths.
+        bank.kernels, bank.quantize_activations = None, rounds
+        bound = 2e-6 if dtype == torch.float32 else 2 * error(bank(x, indices, weights).cpu(), expected)
+        assert error(out.cpu(), expected) < bound < 5e-2
 
 
 def test_tiles_of_one_expert_and_of_many(device, poisoned, monkeypatch):  # noqa: F811

@@ -88,7 +88,7 @@ def test_decoding(model, batch, benchmark_out):
 @torch.no_grad()
 def test_weight_bytes_of_a_step(model):
     """What a token must read at least: all matrices but the experts, and those of its six experts."""
-    text = model.config
+    text = model.config.get_text_config()
     dense = sum(p.nbytes for name, p in model.named_parameters() if "embed_tokens" not in name)
     bank = model.model.layers[0].mlp.experts.bank
     experts = sum(t.nbytes for t in bank) * text.num_hidden_layers * text.num_experts_per_tok // text.n_routed_experts
@@ -104,7 +104,7 @@ def test_longest_prompt(model, benchmark_out):
     torch.cuda.reset_peak_memory_stats()
     start = time.monotonic()
     for first in range(0, MILLION, CHUNK):
-        ids = torch.randint(0, model.config.vocab_size, (1, CHUNK), device="cuda")
+        ids = torch.randint(0, model.vocab_size, (1, CHUNK), device="cuda")
         logits = model(ids, cache=cache, logits_to_keep=1, decoder_replay="exact").logits
         length = first + CHUNK
         if length & (length - 1) == 0:
