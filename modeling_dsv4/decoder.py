@@ -5,6 +5,7 @@ Source: contract section 4 (order of a layer), V4.1 report section 2.4.1 (which 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -83,13 +84,13 @@ class Dsv4DecoderLayer(GradientCheckpointingLayer):
         if engram_rows is not None:
             flow = flow._replace(unsettled=self.engram(flow.streams, engram_rows, context.image_mask), pending=None)
         shared = flow.shared
-        site = self.attn_hc(flow.unsettled, flow.pending, flow.pre, norm=self.input_layernorm)
+        site = self.attn_hc(flow.unsettled, flow.pending, flow.pre, partial(self.input_layernorm))
         if context.next_layout is not None:
             shared = self.self_attn.pool(site.x, shared, context, cache)
             site = HyperConnectionSite(*(context.layout.take_tail(part, context.next_layout) for part in site))
             context = context.tail(context.next_layout)
         x, shared = self.self_attn(site.x, shared, context, cache)
-        site = self.ffn_hc(site.streams, site.expansion(x), site.pre, norm=self.post_attention_layernorm)
+        site = self.ffn_hc(site.streams, site.expansion(x), site.pre, partial(self.post_attention_layernorm))
         x = self.mlp(site.x, context.image_mask, context.input_ids, context.layout.real)
         return StreamState(site.streams, site.pre, shared, site.expansion(x))
 

@@ -14,6 +14,7 @@ Sources: V4 report section 2.2, V4.1 report section 2.4.1, contract section 4.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -176,9 +177,12 @@ class Dsv4HyperConnection(nn.Module):
         streams: torch.Tensor,
         pending: Expansion | None = None,
         carried_pre: torch.Tensor | None = None,
-        norm: nn.Module | None = None,
+        norm: partial | None = None,
     ) -> HyperConnectionSite:
-        """Run the site (see `hyper_connection_site`); multi-pass, the carried pre `[B, S, N]` is not used."""
+        """Run the site (see `hyper_connection_site`); multi-pass, the carried pre `[B, S, N]` is not used.
+
+        `norm` is `partial(module)`: accelerate moves the arguments of a module that it offloads, and would move a module.
+        """
         pre = carried_pre if self.single_pass else None
         return hyper_connection_site(streams, pending, pre, self.fn, self.base, self.scale, norm, **self.settings)
 

@@ -107,8 +107,6 @@ class Dsv4PreTrainedModel(ReleasedCheckpointMixin, ExpertPlacementMixin, Kernels
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["Dsv4DecoderLayer", "Dsv4DSparkStage", "Dsv4MtpLayer"]
-    # accelerate moves the arguments of modules, and a hyper-connection is given the norm that it calls.
-    _skip_keys_device_placement = ["cache", "norm"]
     # Sinks, a selection per query and heads of 512 channels are beyond the generic attention backends.
     _supports_sdpa = False
     _supports_flash_attn = False

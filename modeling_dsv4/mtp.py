@@ -102,7 +102,7 @@ class Dsv4Mtp(nn.ModuleList):
         layer, (entries, last_streams), extra = self[0], cache.draft, cache.keep_extra(layout.columns)
         before = last_streams.append(streams, layout, keep_extra=extra)[:, -layout.columns - 1 : -1]
         entering = layer.enter(before, embeds)
-        x = layer.attn_hc(entering, norm=layer.input_layernorm).x
+        x = layer.input_layernorm(layer.attn_hc(entering).x)
         positions = (layout.position_ids - 1).clamp(min=0)  # the position before the first token is never attended
         table = rotary_table(positions, self._frequencies(embeds.device))
         entries.append(layer.self_attn.make_window(x, table), layout, keep_extra=extra)
