@@ -20,7 +20,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from .kernel_seam import AUTO, find_kernel
 from .sparse_attention import full_precision, wide
+
+# Numbers of streams that the kernel computes: its tiles have powers of two.
+KERNEL_STREAMS = (1, 2, 4, 8)
 
 
 def sinkhorn_normalize(logits: torch.Tensor, *, iterations: int, eps: float) -> torch.Tensor:
@@ -160,6 +164,8 @@ def hyper_connection_site(
 class Dsv4HyperConnection(nn.Module):
     """Parameters of one site: `fn` `[N * (N + 2), N * D]`, `base` `[N * (N + 2)]`, `scale` `[3]`, all float32."""
 
+    kernels = AUTO
+
     def __init__(self, config):
         super().__init__()
         count, self.single_pass = config.hc_mult, config.single_pass_hc
@@ -184,7 +190,12 @@ class Dsv4HyperConnection(nn.Module):
         `norm` is `partial(module)`: accelerate moves the arguments of a module that it offloads, and would move a module.
         """
         pre = carried_pre if self.single_pass else None
-        return hyper_connection_site(streams, pending, pre, self.fn, self.base, self.scale, norm, **self.settings)
+        parameters, weight = (self.fn, self.base, self.scale), None if norm is None else norm.func.weight
+        given = [t for t in (streams, *(pending or ()), pre, *parameters, weight) if t is not None]
+        kernel = find_kernel(self.kernels, "hyper_connection_site", *given)
+        if kernel is None or streams.shape[-2] not in KERNEL_STREAMS:
+            return hyper_connection_site(streams, pending, pre, *parameters, norm, **self.settings)
+        return HyperConnectionSite(*kernel(streams, pending, pre, *parameters, weight, **self.settings))
 
 
 class Dsv4HyperHead(nn.Module):

@@ -6,6 +6,7 @@ folder are imported; `python -m convert kernels DST` writes them in the layout t
 
 from .engram_gather import add_memory, gather_rows
 from .expert_routing import route_tokens
+from .hyper_connections import hyper_connection_site
 from .index_scores import select_entries
 from .newton_schulz import newton_schulz
 from .packed_experts import packed_experts
@@ -20,6 +21,7 @@ VERSION = 1
 __all__ = [
     "add_memory",
     "gather_rows",
+    "hyper_connection_site",
     "newton_schulz",
     "packed_experts",
     "packed_linear",
