@@ -31,6 +31,7 @@ TARGETS = ["q_a_proj", "q_b_proj", "kv_proj", "o_a_proj", "o_b_proj", "experts"]
 ANSWERS = dict(zip(PHOTOGRAPHS, ("a Chinese temple", "red and yellow"), strict=True))
 TEXTS = {"Who runs past the mill?": "The river.", "Who reads at night?": "The miller."}
 STEPS, LEARNING_RATE = 40, 1e-2
+NEW_TOKENS = 24
 
 
 def conversations() -> list[list[dict]]:
@@ -52,12 +53,12 @@ def endless() -> Iterator[dict]:
 
 
 @torch.no_grad()
-def answer(model, processor, conversation: list[dict]) -> str:
-    """Answer the question of a conversation greedily."""
+def answer(model, processor, conversation: list[dict], new_tokens: int = NEW_TOKENS) -> str:
+    """Answer the question of a conversation greedily, in at most `new_tokens` tokens."""
     options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
     chat = processor.apply_chat_template(conversation[:1], enable_thinking=False, **options).to(model.device)
     prompt = chat["input_ids"][0]
-    output = model.generate(**chat, max_new_tokens=24, do_sample=False)[0]
+    output = model.generate(**chat, max_new_tokens=new_tokens, do_sample=False)[0]
     return processor.parse_response(output[len(prompt) :], prefix=prompt)["content"]
 
 

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from PIL import Image
 from transformers import AutoTokenizer
 
 from examples import inspect_model
@@ -47,16 +48,19 @@ def test_repeated_rows_are_those_of_repeated_ngrams(seen):
         assert whole.tolist() == [pair in pairs[:end] for end, pair in enumerate(pairs)]
 
 
-def test_the_report_and_the_picture(seen, tmp_path, monkeypatch, capsys):
+def test_the_report_and_a_missing_package(seen, monkeypatch, capsys):
     text = inspect_model.report(seen[2])
     assert (
         f"{len(seen[2].tokens)} tokens" in text and "2-grams" in text and text.count("most ") == len(seen[2].experts)
     )
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    options = [str(CHECKPOINT_V41), "--text", TEXT, "--plot", str(tmp_path / "inside.png")]
-    assert inspect_model.main(options) == 1
-    assert "pip install matplotlib" in capsys.readouterr().err
-    monkeypatch.undo()
+    assert inspect_model.main([str(CHECKPOINT_V41), "--text", TEXT, "--plot", "inside.png"]) == 1
+    said = capsys.readouterr()
+    assert "entries it reads" in said.out and "pip install matplotlib" in said.err
+
+
+def test_the_picture(seen, tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib, which draws the picture, is an optional extra")
     inspect_model.draw(seen[2], tmp_path / "inside.png")
-    assert (tmp_path / "inside.png").stat().st_size > 10_000
+    with Image.open(tmp_path / "inside.png") as picture:
+        assert picture.size == (1500, 1200) and len(picture.convert("RGB").getcolors(1 << 20)) > 20

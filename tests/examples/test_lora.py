@@ -22,16 +22,16 @@ def test_the_loss_falls_and_the_adapter_is_saved(tmp_path, monkeypatch):
     }
     monkeypatch.setattr(lora, "photographs", lambda: small)
     processor, model = AutoProcessor.from_pretrained(CHECKPOINT_V41), lora.load(CHECKPOINT_V41)
-    losses = lora.train(model, processor, tmp_path / "adapter", steps=8, progress=False)
-    assert len(losses) == 8 and sum(losses[-2:]) < 0.8 * sum(losses[:2]), losses
+    losses = lora.train(model, processor, tmp_path / "adapter", steps=6, progress=False)
+    assert len(losses) == 6 and sum(losses[-2:]) < 0.8 * sum(losses[:2]), losses
     base = lora.load(CHECKPOINT_V41)
     loaded = PeftModel.from_pretrained(base, tmp_path / "adapter", config=lora_layers(base, tmp_path / "adapter"))
     factors = {name: p for name, p in loaded.named_parameters() if ".lora_B." in name}
     assert {target for target in lora.TARGETS if any(f".{target}." in name for name in factors)} == set(lora.TARGETS)
     assert all(bool(p.any()) for name, p in factors.items() if ".indexer." not in name)  # where no gradient arrives
     example = lora.conversations()[0]
-    trained = lora.answer(model.eval(), processor, example)
-    assert lora.answer(loaded.eval(), processor, example) == trained
+    trained, again = (lora.answer(one.eval(), processor, example, new_tokens=3) for one in (model, loaded))
+    assert again == trained
     assert {p.dtype for p in base.parameters()} > {torch.float32}  # still packed
 
 
