@@ -4,6 +4,8 @@ What the Hub itself checks on a push needs the network; its readers are used her
 """
 
 import re
+import subprocess
+import sys
 
 import pytest
 from huggingface_hub import ModelCard
@@ -101,9 +103,13 @@ def test_the_numbers_are_those_of_the_configuration(name):
 def test_the_code_runs_as_it_stands(card, folders, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Image.new("RGB", (20, 12), (200, 30, 30)).save("photo.jpg")
-    family = "v4" if card.stem in RELEASED and RELEASED[card.stem][0] is Dsv4Config else "v41"
-    found, names = blocks(card), {"folder": folders["tiny"]}
+    is_v4 = card.stem in RELEASED and RELEASED[card.stem][0] is Dsv4Config
+    found = blocks(card)
     assert found and {language for language, _ in found} == {"python"}
-    for _, text in found:
-        text = re.sub(r'"organisation/[\w.-]+"', repr(folders[family]), text).replace("tokens=100", "tokens=5")
-        exec(compile(text, card.name, "exec"), names)
+    program = "\n".join(text for _, text in found).replace("max_new_tokens=100", "max_new_tokens=5")
+    program = re.sub(r'"organisation/[\w.-]+"', repr(folders["v4" if is_v4 else "v41"]), program)
+    if is_v4:  # remote code: the package's own classes are not registered for V4, and the two do not share a process
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+    else:
+        exec(compile(program, card.name, "exec"), {"folder": folders["tiny"]})

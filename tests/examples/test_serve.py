@@ -59,6 +59,14 @@ def test_an_image_and_a_stream(client):
     assert said.strip() == without["choices"][0]["message"]["content"] != ""  # what is not streamed comes stripped
 
 
+@needs_server
+def test_transformers_own_loader_knows_only_its_own_classes():
+    from transformers.cli.serving.model_manager import ModelManager
+
+    with pytest.raises(AttributeError, match="module transformers has no attribute DeepseekV41ForCausalLM"):
+        ModelManager(device="cpu", trust_remote_code=True, force_model=str(CHECKPOINT_V41))
+
+
 def test_what_is_missing_is_named(monkeypatch, capsys):
     monkeypatch.setattr(serve, "is_serve_available", lambda: False)
     assert serve.main([str(CHECKPOINT_V41)]) == 1
