@@ -293,7 +293,7 @@ def run_fsdp2():
     from tests.training.test_trainer import pretend_accelerator_fsdp2
 
     accelerator = Accelerator(cpu=True)
-    pretend_accelerator_fsdp2("Dsv4DecoderLayer")
+    pretend_accelerator_fsdp2(layers=None)
     model = new_model().train()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     ids = some_ids(2, 12)[torch.distributed.get_rank()][None]
@@ -354,7 +354,7 @@ def test_compiled_decode_step():
         model(ids[:, :-1], cache=cache)
         return {"input_ids": ids[:, -1:], "cache": cache}
 
-    with pytest.raises(torch._dynamo.exc.TorchDynamoException):
+    with pytest.raises(GuardOnDataDependentSymNode, match="data-dependent"):  # which experts run
         torch.compile(model, backend=backend, fullgraph=True)(**after_the_prompt())
     torch._dynamo.reset()
     found = [step(**after_the_prompt()).logits for step in (model, torch.compile(model, backend=backend))]
