@@ -220,18 +220,19 @@ def hyper_connection_site(
         streams (`torch.Tensor` of shape `[..., N, D]`, bfloat16 or float32): N a power of two.
         pending (*optional*): output `[..., D]`, post `[..., N]` and comb `[..., N, N]` of the sublayer before.
         pre (`torch.Tensor` of shape `[..., N]`, float32, *optional*): by which to collapse; `None`: the site's own.
-        fn (`[N * (N + 2), N * D]`), base (`[N * (N + 2)]`), scale (`[3]`): float32.
+        fn (`[N * (N + 2), N * D]`), base (`[N * (N + 2)]`), scale (`[3]`): float32, or what the kernel widens to it.
         norm_weight (`torch.Tensor` of shape `[D]`, *optional*): of the sublayer's RMSNorm, whose eps is `norm_eps`.
         iterations, eps: of Sinkhorn.
 
     Returns:
-        Settled streams `[..., N, D]`, x `[..., D]`, pre `[..., N]`, post `[..., N]` and comb `[..., N, N]`.
+        Settled streams `[..., N, D]`, x `[..., D]`, and in float32 pre `[..., N]`, post `[..., N]`, comb `[..., N, N]`.
 
     Numerics: bfloat16 streams meet 16 bits of each weight of `fn`; coefficients within 2e-5 of the reference.
     """
     streams = streams.contiguous()
     pending = (None, None, None) if pending is None else [part.contiguous() for part in pending]
     pre = None if pre is None else pre.contiguous()
+    fn, base, scale = (t.float() for t in (fn, base, scale))  # of a model that was cast as a whole
     return _Site.apply((iterations, eps, norm_eps), streams, *pending, pre, fn, base, scale, norm_weight)
 
 

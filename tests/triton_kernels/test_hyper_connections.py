@@ -97,6 +97,18 @@ def test_a_site_in_bfloat16(case, device, poisoned):
             torch.testing.assert_close(found, value, atol=2e-5, rtol=0)
 
 
+def test_parameters_that_were_cast(device, poisoned):
+    """A model may be cast as a whole; the coefficients are float32 all the same."""
+    inputs = _inputs(*CASES[0], device, torch.bfloat16)
+    inputs |= {name: inputs[name].bfloat16().requires_grad_() for name in ("fn", "base", "scale")}
+    found, expected = _kernel(**inputs), _reference(**inputs)
+    for a, b in zip(found[2:], expected[2:], strict=True):
+        assert a.dtype == torch.float32
+        torch.testing.assert_close(a, b, atol=2e-2, rtol=0)  # which follow from streams that differ by a rounding
+    found[2].sum().backward()
+    assert inputs["fn"].grad.dtype == torch.bfloat16 and bool(inputs["fn"].grad.any())
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_gradients(case, device, poisoned):
     inputs = _inputs(*case, device, torch.float32)
