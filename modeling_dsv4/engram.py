@@ -80,6 +80,10 @@ class Dsv4EngramTable(nn.Embedding):
     packed_as = "rows"
     round_weight: Callable[[torch.Tensor], torch.Tensor] | None = None  # of rows; see `simulate_packing`
 
+    def packed(self, scale_dtype: torch.dtype) -> Dsv4PackedEngramTable:
+        """Return the packed table of the same sizes, empty."""
+        return Dsv4PackedEngramTable(*self.weight.shape, scale_dtype)
+
     def gather(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the rows `rows` `[...]` as `[..., head_dim]` in `dtype`."""
         return rounded_weight(self(rows), self.round_weight).to(dtype)

@@ -200,6 +200,10 @@ class Dsv4Experts(_RoutedExperts, nn.Module):
         # Of one matrix; see `simulate_packing`.
         self.round_weight: Callable[[torch.Tensor], torch.Tensor] | None = None
 
+    def packed(self, *formats) -> Dsv4PackedExperts:
+        """Return the packed bank of the same sizes, empty; `formats` as `Dsv4PackedExperts` takes them."""
+        return Dsv4PackedExperts(self, *formats)
+
     def waits_for_host(self, device: torch.device) -> bool:
         """Whether a call on `device` without gradients reads on the host which experts were chosen."""
         return device.type != "cuda" or self.gate_up_proj.dtype != torch.bfloat16 or self.round_weight is not None

@@ -20,11 +20,9 @@ from transformers.utils.quantization_config import FineGrainedFP8Config
 
 from .checkpoint_map import DTYPES
 from .configuration_common import PACKED_METHOD, QUANTIZATION_RULES, RELEASED_METHOD
-from .engram import TABLE_BLOCK, Dsv4EngramTable, Dsv4PackedEngramTable
+from .engram import TABLE_BLOCK
 from .expert_cache import UnpackedExperts
 from .fp_codecs import round_fp8, round_fp8_tiles, round_mxfp4
-from .layers import PackableMatrix
-from .moe import Dsv4Experts, Dsv4PackedExperts
 
 PACKED_DTYPES = (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.int8)
 SCALE_DTYPES = {"ue8m0": torch.float8_e8m0fnu, "float": torch.float32}
@@ -161,14 +159,17 @@ def pack_modules(model: nn.Module, config: Dsv4QuantizationConfig) -> None:
     block, scale_dtype = tuple(config.weight_block_size), SCALE_DTYPES[config.scale_fmt]
     expert_dtype = _expert_dtype(model, config)
     unpacked = UnpackedExperts(_size_in_bytes(config.expert_cache_size))
+    # By attribute, and by the module's own class: the quantiser of a folder's code may serve the package's model, and the
+    # other way round, since the registry has one entry.
     for parent in list(model.modules()):
         for name, module in list(parent.named_children()):
-            if isinstance(module, PackableMatrix):
+            kind = None if getattr(module, "is_packed", False) else getattr(module, "packed_as", None)
+            if kind == "tiles":
                 module.pack(block, scale_dtype)
-            elif isinstance(module, Dsv4Experts):
-                setattr(parent, name, Dsv4PackedExperts(module, expert_dtype, block, scale_dtype, unpacked))
-            elif isinstance(module, Dsv4EngramTable):
-                setattr(parent, name, Dsv4PackedEngramTable(*module.weight.shape, scale_dtype))
+            elif kind == "experts":
+                setattr(parent, name, module.packed(expert_dtype, block, scale_dtype, unpacked))
+            elif kind == "rows":
+                setattr(parent, name, module.packed(scale_dtype))
 
 
 def set_activation_rounding(model: nn.Module, enabled: bool, block: int = 32) -> None:
@@ -258,7 +259,7 @@ class Dsv4HfQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model, **kwargs):
         # The loader makes every floating tensor trainable, packed ones included.
         for module in model.modules():
-            if isinstance(module, PackableMatrix) and module.is_packed:
+            if getattr(module, "packed_as", None) == "tiles" and module.is_packed:
                 module.weight.requires_grad_(False)
                 module.weight_scale_inv.requires_grad_(False)
         return model

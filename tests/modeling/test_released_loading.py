@@ -1,10 +1,12 @@
 """Loading and saving released-layout folders: bytes, floats, every door, every fault by name."""
 
 import copy
+import importlib
 import logging
 import os
 import pathlib
 import re
+import shutil
 import sys
 
 import numpy as np
@@ -12,9 +14,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from transformers import AutoModel, AutoModelForCausalLM
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
+import modeling_dsv4
 from modeling_dsv4 import Dsv4QuantizationConfig, Dsv41Config, Dsv41ForCausalLM, Dsv41Model, Dsv41TextModel
+from modeling_dsv4.configuration_common import PACKED_METHOD
 from modeling_dsv4.host_tensors import HostTensors, host_modules
+from modeling_dsv4.moe import Dsv4PackedExperts
 from modeling_dsv4.quantization import PACKED_DTYPES
 from tests.golden_cases import CHECKPOINT_V41, load_json
 from tests.reference import formats
@@ -87,6 +93,27 @@ def test_packed_load_keeps_every_byte():
             assert same_bytes(state[name], tensor), name
         else:  # float32 stays float32 where the release computes in it
             assert state[name].dtype == torch.float32 and torch.equal(state[name], tensor), name
+
+
+def test_packed_load_beside_the_code_of_a_hub_folder(small, tmp_path, monkeypatch):
+    """A folder's own code registers its quantiser over the package's, which must pack the package's modules too."""
+    code = tmp_path / "folder_code"
+    shutil.copytree(pathlib.Path(modeling_dsv4.__file__).parent, code, ignore=shutil.ignore_patterns("*_kernels"))
+    (code / "__init__.py").write_text("", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    for registry in (AUTO_QUANTIZER_MAPPING, AUTO_QUANTIZATION_CONFIG_MAPPING):
+        monkeypatch.setitem(registry, PACKED_METHOD, registry[PACKED_METHOD])
+    importlib.import_module("folder_code.quantization").register_quantizer()
+    assert AUTO_QUANTIZER_MAPPING[PACKED_METHOD].__module__ == "folder_code.quantization"
+    model = Dsv41ForCausalLM.from_pretrained(small, dtype=torch.float32)
+    assert (
+        model.model.layers[0].self_attn.q_a_proj.is_packed
+        and not model.model.layers[0].self_attn.q_a_proj.weight.requires_grad
+    )
+    assert isinstance(model.model.layers[0].mlp.experts, Dsv4PackedExperts)
+    assert (
+        set(host_modules(model)) == {name for name, m in model.named_modules() if isinstance(m, HostTensors)} != set()
+    )
 
 
 def test_packed_tensors_need_no_gradient(packed):
