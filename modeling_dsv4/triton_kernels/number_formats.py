@@ -6,10 +6,12 @@ interpreter. Kernels that divide or multiply and add before rounding are launche
 Source: contract section 2, `modeling_dsv4/fp_codecs.py`.
 """
 
+import torch
 import triton
 import triton.language as tl
 
-_INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
+# Without NVIDIA's instructions: under the interpreter, and on other devices, where operands are float32.
+_PLAIN: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret or torch.version.hip is not None)
 
 
 @triton.jit
@@ -38,7 +40,7 @@ def decode_e2m1(code):
 @triton.jit
 def round_to(x, dtype: tl.constexpr):
     """Round float32 to the values of `dtype`, to nearest even; still float32."""
-    if _INTERPRETED and dtype == tl.bfloat16:  # whose casts cut off
+    if _PLAIN and dtype == tl.bfloat16:  # the interpreter's casts cut off
         bits = x.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
         return bits.to(tl.float32, bitcast=True)
@@ -100,7 +102,7 @@ def round_fp8(x):
 @triton.constexpr_function
 def operand_dtype(dtype):
     """Dtype of the operands of a product with inputs of `dtype`: bfloat16, which holds rounded inputs exactly, or float32."""
-    return tl.bfloat16 if dtype == tl.bfloat16 and not _INTERPRETED.value else tl.float32
+    return tl.bfloat16 if dtype == tl.bfloat16 and not _PLAIN.value else tl.float32
 
 
 # E2M1 bits are put where those of a bfloat16 2**126 too small lie, and multiplied by the scale times 2**94, so that
@@ -169,7 +171,7 @@ def operand_scale(code, FP4: tl.constexpr, DTYPE: tl.constexpr):
 @triton.jit
 def e2m1_operands(packed, scale):
     """Values of the low and of the high codes of bytes (uint8), times scale * 2**-126, in the dtype of the scale."""
-    if _INTERPRETED or scale.dtype == tl.float32:
+    if _PLAIN or scale.dtype == tl.float32:
         small = scale * 1.1754943508222875e-38
         even, odd = decode_e2m1(packed & 15) * small, decode_e2m1(packed >> 4) * small
     else:
@@ -187,7 +189,7 @@ def e2m1_operands(packed, scale):
 @triton.jit
 def e4m3_operand(values, DTYPE: tl.constexpr):
     """Values of E4M3 bytes (uint8), in float32 or bfloat16."""
-    if _INTERPRETED or DTYPE == tl.float32:
+    if _PLAIN or DTYPE == tl.float32:
         code = values.to(tl.int32)
         bits = ((code & 0x7F) << 20) | ((code & 0x80) << 24)
         # 2**120 is the difference of the exponents' biases.
