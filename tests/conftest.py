@@ -1,8 +1,14 @@
 """Shared pytest options: `--run-benchmark` turns the timed comparisons on."""
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Kernels run under Triton's interpreter, which must be chosen before anything imports triton.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_addoption(parser):

@@ -1,14 +1,11 @@
-"""Kernels run on the GPU if there is one, else under Triton's interpreter, which must be chosen before they are imported."""
-
-import os
+"""Kernels run on the GPU if there is one, else under Triton's interpreter (which `tests/conftest.py` chooses)."""
 
 import pytest
 import torch
 
 
-def _interpret():
-    """Choose Triton 3.6's interpreter, with four of its ways put right."""
-    os.environ["TRITON_INTERPRET"] = "1"
+def _mend_interpreter():
+    """Put four of the ways of Triton 3.6's interpreter right."""
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
@@ -41,7 +38,7 @@ def _interpret():
 
 
 if not torch.cuda.is_available():
-    _interpret()
+    _mend_interpreter()
 
 
 @pytest.fixture(scope="session")
