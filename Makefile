@@ -12,7 +12,7 @@ CKPT ?=
 $(VENV)/.ready: constraints.txt setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps triton kernels
+	$(if $(filter Linux,$(shell uname)),$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps triton kernels)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test]"
 	touch $@
 

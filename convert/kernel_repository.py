@@ -22,8 +22,8 @@ tags: [kernels, triton, deepseek_v41, deepseek_v4]
 
 # Kernels of DeepSeek-V4.1 and V4
 
-Pure Triton. The transformers integration of these models uses them by itself on a CUDA device
-(`model.set_kernels("auto")`); from a folder: `model.set_kernels("<path>")`, or `LOCAL_KERNELS="{REPOSITORY}=<path>"`.
+Pure Triton, tested on NVIDIA GPUs of compute capability 9.0, where the transformers integration of these models uses
+them by itself (`model.set_kernels("auto")`); from a folder: `model.set_kernels("<path>")`, or `LOCAL_KERNELS="{REPOSITORY}=<path>"`.
 Alone:
 
     from kernels import get_kernel

@@ -27,12 +27,13 @@ from examples.demo import own_checkpoint
 from examples.image_demo import positive
 
 
-def build_app(folder: Path, *, thinks: bool = False):
+def build_app(folder: Path, *, thinks: bool = False, trust_remote_code: bool = False):
     r"""Return the FastAPI application that serves one folder; the model is loaded.
 
     Args:
         folder (`Path`): V4.1, or V4 that `convert hub` wrote.
         thinks (`bool`, *optional*, defaults to `False`): whether a chat thinks if the request does not say.
+        trust_remote_code (`bool`, *optional*, defaults to `False`): whether code in the folder may run, which V4 asks for.
 
     Raises:
         OSError: if what a server needs is not installed.
@@ -52,10 +53,10 @@ def build_app(folder: Path, *, thinks: bool = False):
         """Loads through the Auto classes, which know registered and remote code."""
 
         def _load_model(self, model_id_and_revision, *args, **kwargs):
-            config = AutoConfig.from_pretrained(model_id_and_revision, trust_remote_code=True)
+            config = AutoConfig.from_pretrained(model_id_and_revision, trust_remote_code=trust_remote_code)
             has_images = getattr(config, "vision_config", None) is not None
             door = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
-            options = {"dtype": self.dtype, "device_map": self.device, "trust_remote_code": True}
+            options = {"dtype": self.dtype, "device_map": self.device, "trust_remote_code": trust_remote_code}
             return door.from_pretrained(model_id_and_revision, **options).eval()
 
         @staticmethod
@@ -63,7 +64,7 @@ def build_app(folder: Path, *, thinks: bool = False):
             return Modality.VLM if "image" in model.input_modalities else Modality.LLM
 
     device = "auto" if torch.cuda.is_available() else "cpu"
-    manager = Manager(device=device, trust_remote_code=True, force_model=str(folder))
+    manager = Manager(device=device, trust_remote_code=trust_remote_code, force_model=str(folder))
     state = GenerationState()
     chat = {"chat_template_kwargs": {"enable_thinking": thinks}}
     return build_server(
@@ -84,11 +85,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--host", default="localhost")
     parser.add_argument("--port", type=positive, default=8000, metavar="N", help="default: 8000")
     parser.add_argument("--think", action="store_true", help="chats think before they answer")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that lies in CKPT (V4 needs it)")
     arguments = parser.parse_args(argv)
     logging.disable_progress_bar()
     try:
         folder = Path(arguments.checkpoint) if arguments.checkpoint else own_checkpoint()
-        app = build_app(folder, thinks=arguments.think)
+        app = build_app(folder, thinks=arguments.think, trust_remote_code=arguments.trust_remote_code)
     except (OSError, ValueError) as error:
         print(f"serve: {error}", file=sys.stderr)
         return 1

@@ -40,6 +40,8 @@ from .sparse_attention import (
 
 # Queries are processed in tiles whose largest intermediate has about this many elements.
 MAX_TILE_ELEMENTS = 1 << 23
+# The most entries, or blocks, that the kernel of the indexer selects.
+MAX_KERNEL_TOPK = 4096
 # A tile of attention is no longer than a window, whose keys it shares, or than this many queries.
 MIN_TILE = 64
 
@@ -261,9 +263,9 @@ class Dsv4Indexer(nn.Module):
         if pool is not None and pool.shape[-1] * self.block_size >= keys.count:
             pool = None  # it holds every entry
         kernel = find_kernel(self.kernels, "select_entries", queries, *keys.parts)
-        if kernel is None:
-            return self._select_entries(queries, weights, visible, keys, pool)
         blocks = self.config.candidate_topk_blocks if self.makes_candidates else 0
+        if kernel is None or max(self.topk, blocks) > MAX_KERNEL_TOPK:
+            return self._select_entries(queries, weights, visible, keys, pool)
         size = self.block_size if blocks or pool is not None else 0
         args = queries, keys.parts, weights, visible
         return kernel(*args, k=self.topk, pool=pool, block_size=size, pool_blocks=blocks)

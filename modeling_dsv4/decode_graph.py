@@ -80,8 +80,11 @@ def is_step(inputs: dict) -> bool:
 
 
 def can_capture(model: nn.Module) -> bool:
-    """Whether a step of this model waits for nothing on the host and lies on one CUDA device."""
+    """Whether a step of this model waits for nothing on the host, lies on one CUDA device, and returns logits alone."""
     device, *others = {tensor.device for tensor in model.parameters()}
     if others or device.type != "cuda" or model.training:
         return False
+    config = model.config.get_text_config()
+    if any(getattr(config, name, False) for name in ("output_hidden_states", "output_router_logits")):
+        return False  # a replayed step returns logits alone
     return not any(m.waits_for_host(device) for m in model.modules() if hasattr(m, "waits_for_host"))

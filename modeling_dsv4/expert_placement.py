@@ -54,7 +54,7 @@ class ExpertPlacementMixin:
                 chosen.append(name)
             placed[device] += size
         for device, size in new.items():
-            free, _ = torch.cuda.mem_get_info(device) if device.type == "cuda" else (size, size)
+            free = _free_bytes(device) if device.type == "cuda" else size
             if size > free:
                 raise ValueError(
                     f"experts need {size} bytes of {device}, which has {free} free; accepted: max_memory."
@@ -67,3 +67,9 @@ class ExpertPlacementMixin:
 def bank_bytes(bank: nn.Module) -> int:
     """Bytes of the host tensors of a module."""
     return sum(bank.host_tensor(name).nbytes for name in bank.host_names())
+
+
+def _free_bytes(device: torch.device) -> int:
+    """What the device has free, and what PyTorch holds of it without using it."""
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + held

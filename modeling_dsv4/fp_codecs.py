@@ -118,7 +118,7 @@ def decode_e2m1(code: torch.Tensor) -> torch.Tensor:
     # the top bits of a float32 with another exponent bias; 0 and 1 are 0 and a half.
     codes = torch.arange(16, dtype=torch.int32, device=code.device)
     magnitude = codes & 7
-    small = (magnitude * 0.5).view(torch.int32)
+    small = (magnitude.float() * 0.5).view(torch.int32)
     bits = torch.where(magnitude < 2, small, (magnitude << 22) + (126 << 23)) | (codes & 8) << 28
     return bits.view(torch.float32)[code.long()]
 

@@ -190,12 +190,19 @@ class Dsv4HyperConnection(nn.Module):
         `norm` is `partial(module)`: accelerate moves the arguments of a module that it offloads, and would move a module.
         """
         pre = carried_pre if self.single_pass else None
-        parameters, weight = (self.fn, self.base, self.scale), None if norm is None else norm.func.weight
+        parameters = self.fn, self.base, self.scale
+        weight = norm.func.weight if norm is not None and _is_plain(norm.func) else None
         given = [t for t in (streams, *(pending or ()), pre, *parameters, weight) if t is not None]
         kernel = find_kernel(self.kernels, "hyper_connection_site", *given)
         if kernel is None or streams.shape[-2] not in KERNEL_STREAMS:
             return hyper_connection_site(streams, pending, pre, *parameters, norm, **self.settings)
-        return HyperConnectionSite(*kernel(streams, pending, pre, *parameters, weight, **self.settings))
+        site = HyperConnectionSite(*kernel(streams, pending, pre, *parameters, weight, **self.settings))
+        return site if norm is None or weight is not None else site._replace(x=norm(site.x))
+
+
+def _is_plain(norm: nn.Module) -> bool:
+    """Whether a norm is its weight alone: no adapter around it, and nobody who watches it."""
+    return not (hasattr(norm, "base_layer") or norm._forward_hooks or norm._forward_pre_hooks)
 
 
 class Dsv4HyperHead(nn.Module):

@@ -61,13 +61,25 @@ class KernelSet:
         return self._module
 
     def serves(self, tensors: tuple[torch.Tensor, ...]) -> bool:
-        """Whether kernels can run on these tensors: plain ones, on one CUDA device, not float64, not being traced."""
+        """Whether kernels can run on these tensors: plain ones, on one CUDA device, not float64, not being traced.
+
+        "auto" serves the devices on which the kernels are known to compile and to be right; a path serves any.
+        """
         device = tensors[0].device
-        if device.type != "cuda" and not (self.source != "auto" and os.environ.get("TRITON_INTERPRET") == "1"):
+        if self.source == "auto" and not _is_known(device):
+            return False
+        if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
             return False
         if torch.compiler.is_compiling():
             return False
         return all(t.device == device and t.dtype != torch.float64 and type(t) in _PLAIN for t in tensors)
+
+
+def _is_known(device: torch.device) -> bool:
+    """NVIDIA's from Hopper on: some kernels use instructions that older ones lack."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -107,8 +119,8 @@ class KernelsMixin:
         r"""Choose the kernels of this model; the numbers stay within the rounding of its dtype.
 
         Args:
-            source (`str` or path): "auto" (the default) uses them for tensors on a CUDA device, if the installed package or
-                the Hub has them; "off" never; a path loads a kernel repository, as written by `convert kernels`.
+            source (`str` or path): "auto" (the default) uses them for tensors on an NVIDIA device of compute capability 9.0
+                or more, if the installed package or the Hub has them; "off" never; a path loads a kernel repository, as written by `convert kernels`.
 
         Raises:
             ValueError: for another value. OSError, ImportError: see `KernelSet.load`.

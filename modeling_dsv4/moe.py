@@ -64,6 +64,8 @@ def weigh_experts(
 # Matrix libraries take other routines, with other rounding, for a handful of rows. An expert's rows are filled up to this
 # many (or to all tokens of a call that has fewer), so that no token's result depends on where the others were routed.
 MIN_EXPERT_ROWS = 16
+# Tokens of a call whose float experts are computed together, without asking which were chosen: steps of decoding.
+MAX_GROUPED_TOKENS = 512
 # Experts whose pages are asked for before they are used: 150 MB of the release.
 EXPERTS_AHEAD = 8
 
@@ -206,10 +208,14 @@ class Dsv4Experts(_RoutedExperts, nn.Module):
 
     def waits_for_host(self, device: torch.device) -> bool:
         """Whether a call on `device` without gradients reads on the host which experts were chosen."""
-        return device.type != "cuda" or self.gate_up_proj.dtype != torch.bfloat16 or self.round_weight is not None
+        # Grouped products take rows of whole 16 bytes.
+        fits = self.gate_up_proj.dtype == torch.bfloat16 and self.hidden_size % 8 == self.width % 8 == 0
+        return device.type != "cuda" or not fits or self.round_weight is not None
 
     def forward(self, x, indices, weights, adapt=None):
-        if adapt is None and not torch.is_grad_enabled() and not self.waits_for_host(x.device):
+        # Of many tokens, all pairs at once would take more memory than the host's loop takes time.
+        few = len(x) <= MAX_GROUPED_TOKENS
+        if adapt is None and few and not torch.is_grad_enabled() and not self.waits_for_host(x.device):
             return self.grouped(x, indices, weights)
         return super().forward(x, indices, weights, adapt)
 

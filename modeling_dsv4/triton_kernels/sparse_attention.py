@@ -283,6 +283,8 @@ def _forward(
     batch, length, heads, dim = queries.shape
     queries, selection = queries.contiguous(), None if selection is None else selection.contiguous()
     count = batch * length
+    if count == 0:
+        return torch.empty_like(queries)
     block_h = min(64, max(16, triton.next_power_of_2(heads)))
     slots = _slots(entries, selection)
     # Products of float32 are unrolled, tiles of it are small.

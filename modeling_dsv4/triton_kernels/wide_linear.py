@@ -32,10 +32,10 @@ def _wide_kernel(
     DTYPE: tl.constexpr = operand_dtype(x.dtype.element_ty)
     PART: tl.constexpr = K // SPLIT
     row, column = tl.arange(0, SPLIT * BN), tl.arange(0, SPLIT * BM)
-    n, m = tl.program_id(0) * BN + row % BN, tl.program_id(1) * BM + column % BM
+    n, m = tl.program_id(1) * BN + row % BN, tl.program_id(0) * BM + column % BM
     k = tl.arange(0, BK)
     weight += (tl.minimum(n, N - 1).to(tl.int64) * K + row // BN * PART)[:, None] + k[None, :]
-    x += (m * K + column // BM * PART)[None, :] + k[:, None]
+    x += (m.to(tl.int64) * K + column // BM * PART)[None, :] + k[:, None]
     acc = tl.zeros([SPLIT * BN, SPLIT * BM], tl.float32)
     for start in tl.range(0, PART, BK, num_stages=STAGES):
         if PART % BK == 0:
@@ -48,7 +48,7 @@ def _wide_kernel(
     if SPLIT > 1:
         acc = tl.where((row // BN)[:, None] == (column // BM)[None, :], acc, 0.0)
         acc = tl.sum(tl.sum(tl.reshape(acc, [SPLIT, BN, SPLIT, BM]), axis=2), axis=0)
-    n, m = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1) * BM + tl.arange(0, BM)
+    n, m = tl.program_id(1) * BN + tl.arange(0, BN), tl.program_id(0) * BM + tl.arange(0, BM)
     at = out + m[None, :].to(tl.int64) * N + n[:, None]
     tl.store(at, acc, mask=(m < M)[None, :] & (n < N)[:, None])
 
@@ -73,6 +73,6 @@ def wide_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     else:
         bn, bm, bk, split, stages, warps = 16, min(16, triton.next_power_of_2(m)), 128, 8 if m <= 4 else 4, 3, 4
     split = split if k % (split * bk) == 0 else 1
-    grid = triton.cdiv(n, bn), triton.cdiv(m, bm)
+    grid = triton.cdiv(m, bm), triton.cdiv(n, bn)  # the first axis has no limit that rows could reach
     _wide_kernel[grid](rows, weight, out, m, n, k, bn, bm, bk, split, stages, num_warps=warps)
     return out

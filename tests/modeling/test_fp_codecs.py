@@ -385,3 +385,14 @@ def test_weights_are_fresh_memory():
     before = values.view(torch.uint8).clone()
     fp_codecs.dequantize_fp8_tiles(values, scale).zero_()
     assert torch.equal(values.view(torch.uint8), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_codes_are_read_under_every_default_dtype(dtype):
+    codes = torch.arange(16, dtype=torch.uint8)
+    expected, default = fp_codecs.decode_e2m1(codes), torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        assert torch.equal(fp_codecs.decode_e2m1(codes), expected)
+    finally:
+        torch.set_default_dtype(default)

@@ -97,6 +97,26 @@ def test_a_site_in_bfloat16(case, device, poisoned):
             torch.testing.assert_close(found, value, atol=2e-5, rtol=0)
 
 
+def test_a_norm_that_is_more_than_its_weight(device):
+    """An adapter around the norm, or a hook on it, does what it does without kernels."""
+    torch.manual_seed(0)
+    config = SimpleNamespace(hc_mult=4, single_pass_hc=True, hidden_size=40, hc_sinkhorn_iters=4, hc_eps=1e-6)
+    config.rms_norm_eps = 1e-6
+    site, norm = Dsv4HyperConnection(config).to(device), Dsv4RMSNorm(40, 1e-6).to(device)
+    for parameter in site.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    streams, pre = torch.randn(1, 3, 4, 40, device=device), torch.rand(1, 3, 4, device=device)
+    kernel_set = KernelSet("a folder")
+    kernel_set._module = kernels
+    norm.register_forward_hook(lambda module, args, output: 3 * output)
+    found = {}
+    for name in (None, kernel_set):
+        site.kernels = name
+        with torch.no_grad():
+            found[name] = site(streams, None, pre, partial(norm)).x
+    torch.testing.assert_close(found[None], found[kernel_set], atol=1e-5, rtol=1e-5)
+
+
 def test_parameters_that_were_cast(device, poisoned):
     """A model may be cast as a whole; the coefficients are float32 all the same."""
     inputs = _inputs(*CASES[0], device, torch.bfloat16)
