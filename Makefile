@@ -12,8 +12,8 @@ CKPT ?=
 $(VENV)/.ready: constraints.txt setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(if $(filter Linux,$(shell uname)),$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps triton kernels)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test]"
+	$(if $(filter Linux,$(shell uname)),$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps triton kernels)
 	touch $@
 
 demo: $(VENV)/.ready

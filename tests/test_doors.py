@@ -342,7 +342,7 @@ ONE_LAYER = {
 
 @torch.no_grad()
 def test_compiled_decode_step():
-    """torch.compile: a decode step in several graphs (`fullgraph=True` is refused), logits as without."""
+    """torch.compile: a decode step in several graphs, logits as without."""
     model, ids, graphs = new_model(**ONE_LAYER), some_ids(1, 12), []
 
     def backend(graph, _):
@@ -354,9 +354,6 @@ def test_compiled_decode_step():
         model(ids[:, :-1], cache=cache)
         return {"input_ids": ids[:, -1:], "cache": cache}
 
-    with pytest.raises(GuardOnDataDependentSymNode, match="data-dependent"):  # which experts run
-        torch.compile(model, backend=backend, fullgraph=True)(**after_the_prompt())
-    torch._dynamo.reset()
     found = [step(**after_the_prompt()).logits for step in (model, torch.compile(model, backend=backend))]
     assert len(graphs) > 1
     torch.testing.assert_close(*found, rtol=0, atol=1e-5)

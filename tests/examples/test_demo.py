@@ -17,6 +17,7 @@ def folder(tmp_path_factory):
     return make_tiny(tmp_path_factory.mktemp("demo") / "checkpoint", progress=False)
 
 
+@pytest.mark.slow
 def test_the_whole_table(folder, capsys):
     assert demo.main([str(folder), "--new-tokens", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()

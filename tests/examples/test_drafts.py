@@ -8,6 +8,9 @@ import torch
 from examples import drafts
 from modeling_dsv4.training import DraftTraining
 
+# It trains a model and its drafter.
+pytestmark = pytest.mark.slow
+
 SMALL = {
     "hidden_size": 32, "num_hidden_layers": 2, "compress_ratios": [0, 1, 0], "kv_source_layer_ids": [1],
     "index_source_layer_ids": [1], "candidate_source_layer_id": -1, "dspark_target_layer_ids": [0, 1],

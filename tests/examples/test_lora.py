@@ -15,6 +15,7 @@ from tests.golden_cases import CHECKPOINT_V41
 pytest.importorskip("trl", reason="TRL, whose SFTTrainer the example uses, is an optional package")
 
 
+@pytest.mark.slow
 def test_the_loss_falls_and_the_adapter_is_saved(tmp_path, monkeypatch):
     small = {
         name: Image.new("RGB", (24, 24), colour)

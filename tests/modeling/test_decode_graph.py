@@ -114,7 +114,12 @@ def contents(cache):
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("name", "kv_format"),
-    [("v41", "float"), ("v41-dspark", "packed"), ("v4", "float"), ("v4-mtp", "packed")],
+    [
+        pytest.param("v41", "float", marks=pytest.mark.slow),
+        ("v41-dspark", "packed"),
+        ("v4", "float"),
+        pytest.param("v4-mtp", "packed", marks=pytest.mark.slow),
+    ],
 )
 def test_fixed_capacity_changes_no_byte_and_no_token(name, kv_format):
     """A padded prompt, a chunk, steps, a crop of columns, of each row its own, drafts being dropped, rows in turn."""
@@ -158,7 +163,11 @@ def test_fixed_capacity_changes_no_byte_and_no_token(name, kv_format):
     steps(4)
 
 
-@pytest.mark.parametrize("options", [{}, {"use_mtp": True}, {"prompt_lookup_num_tokens": 3}], ids=lambda o: "".join(o))
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, marks=pytest.mark.slow), {"use_mtp": True}, {"prompt_lookup_num_tokens": 3}],
+    ids=lambda o: "".join(o),
+)
 @pytest.mark.parametrize("name", ["v41-dspark", "v4-mtp"])
 def test_generate_gives_the_same_tokens_and_continues(name, options):
     model, (ids, mask) = MODELS[name](), prompt(1 if "prompt_lookup_num_tokens" in options else 3)

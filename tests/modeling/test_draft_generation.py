@@ -120,7 +120,7 @@ def test_random_cell(cell):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_rejection_at_every_position_and_group_offset(batch):
     """Groups of two tokens, an Engram look-back of three: every mistake from an even and from an odd length."""
     for wrong, length in itertools.product(range(6), (7, 8) if batch == 1 else (7,)):
@@ -364,6 +364,7 @@ def test_a_cache_of_fixed_capacity_needs_no_more_room_than_plain_decoding():
     assert torch.equal(out.sequences, plain)
 
 
+@pytest.mark.slow
 def test_rows_that_end_far_apart_under_bounded_replay():
     """What plain decoding feeds behind an ended row is longer than a window."""
     model, ids = drafting_model(), some_ids(2, 9, seed=3)

@@ -299,7 +299,7 @@ def ten_steps_alone():
     return model
 
 
-@pytest.mark.parametrize("created_first", [True, False])
+@pytest.mark.parametrize("created_first", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_fsdp2_equals_one_process_and_resumes_bitwise(created_first, tmp_path):
     model = ten_steps_alone()
     for straight, resumed_equal in on_ranks(2, run_fsdp2, created_first, str(tmp_path)):

@@ -353,7 +353,7 @@ def test_trainer_under_fsdp2_resumes_bitwise_from_the_frozen_vision_phase(tmp_pa
     assert any(b.any() for name, b in results[0][0].items() if "e_score_correction_bias" in name)
 
 
-@pytest.mark.parametrize("shards", [None, "300KB"])
+@pytest.mark.parametrize("shards", [None, pytest.param("300KB", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("cls", [Trainer, Dsv4Trainer])
 def test_a_real_model_resumes_from_its_checkpoint(cls, shards, tmp_path, monkeypatch):
     """Checkpoints have released names, which Trainer reads with `load_state_dict`: nothing may stay untrained."""

@@ -57,7 +57,15 @@ def calls(device):
     }
 
 
-@pytest.mark.parametrize("family, kv_format", (("v41", "packed"), ("v41", "float"), ("v4", "packed"), ("v4", None)))
+@pytest.mark.parametrize(
+    "family, kv_format",
+    [
+        ("v41", "packed"),
+        pytest.param("v41", "float", marks=pytest.mark.slow),
+        ("v4", "packed"),
+        pytest.param("v4", None, marks=pytest.mark.slow),
+    ],
+)
 @torch.no_grad()
 def test_layers_with_kernels_are_those_without(calls, repository, device, family, kv_format):
     model, calls = make_model(family).to(device), calls[family] if kv_format else calls[family][:1]

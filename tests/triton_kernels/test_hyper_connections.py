@@ -129,7 +129,11 @@ def test_parameters_that_were_cast(device, poisoned):
     assert inputs["fn"].grad.dtype == torch.bfloat16 and bool(inputs["fn"].grad.any())
 
 
-@pytest.mark.parametrize("case", CASES)
+# Many tokens are many tiles, which the interpreter takes seconds for.
+FEW = [pytest.param(case, marks=pytest.mark.slow if case[0] > 60 else ()) for case in CASES]
+
+
+@pytest.mark.parametrize("case", FEW)
 def test_gradients(case, device, poisoned):
     inputs = _inputs(*case, device, torch.float32)
     grads = {}
