@@ -412,19 +412,25 @@ class Dsv4Attention(nn.Module):
             with torch.set_grad_enabled(context.trains_indexers):
                 latents = new._replace(latents=new.latents.detach())
                 keys = self.indexer.make_keys(x.detach(), latents, context, cache)
-                place = self.indexer.place
-                keys = self._keep_entries(keys, table, new, store and store.index_keys, codecs["index"], place)
+                args = keys, table, new, store and store.index_keys, codecs["index"]
+                keys = self._keep_entries(*args, indexer=self.indexer)
         return state._replace(entries=entries, index_keys=keys, selection=None)
 
     def _keep_entries(
-        self, x, table, new: NewEntries, entries: EntryStore | None, codec: CacheCodec, place: Callable = rotate
+        self,
+        x,
+        table,
+        new: NewEntries,
+        entries: EntryStore | None,
+        codec: CacheCodec,
+        indexer: Dsv4Indexer | None = None,
     ) -> EntryView:
-        """Turn new entries or index keys by `place` and write them to their store, or round them when nothing is cached."""
+        """Turn new entries, or the index keys of `indexer`, and write them to their store, or round them when nothing is cached."""
         store = _find_store(self.kernels, x, codec)
         if store is None:
-            x = place(x, table)
+            x = rotate(x, table) if indexer is None else indexer.place(x, table)
         else:
-            store = partial(store, table, hadamard=place is not rotate and self.indexer.rotates)
+            store = partial(store, table, hadamard=indexer is not None and indexer.rotates)
         if entries is not None:
             return entries.write(x, new.first, new.counts, new.total, store)
         return EntryView((codec.rounded(x) if store is None else store(),), UNROUNDED, x.dtype)

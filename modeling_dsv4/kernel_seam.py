@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from types import ModuleType
 
@@ -75,6 +75,7 @@ class KernelSet:
         return all(t.device == device and t.dtype != torch.float64 and type(t) in _PLAIN for t in tensors)
 
 
+@lru_cache
 def _is_known(device: torch.device) -> bool:
     """NVIDIA's from Hopper on: some kernels use instructions that older ones lack."""
     if device.type != "cuda" or torch.version.hip is not None:

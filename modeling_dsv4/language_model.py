@@ -331,8 +331,7 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
         check_replay(decoder_replay, keep=keep, columns=layout.columns, window=text.sliding_window)
         if cache is None and self._wants_cache(use_cache, layout):
             cache = Dsv4Cache(self.config, "packed" if text.cache_rounding else "float")
-        context, rows = self._context(input_ids, layout, cache, embeds)
-        context = context._replace(trains_indexers=output_divergence)
+        context, rows = self._context(input_ids, layout, cache, embeds, output_divergence)
         replay = DecoderReplay(decoder_replay, text, context, keep, cache)
         rows = self._begin_reads(rows, layout, replay)
         streams = layout.shift(embeds).unsqueeze(2).expand(-1, -1, text.hc_mult, -1)
@@ -453,7 +452,9 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
         real = torch.ones(batch, columns, dtype=torch.bool, device=embeds.device) if valid is None else valid
         return SequenceLayout.from_documents(position_ids.to(embeds.device).expand(batch, -1), real), valid
 
-    def _context(self, input_ids, layout, cache, embeds) -> tuple[LayerContext, dict[int, torch.Tensor]]:
+    def _context(
+        self, input_ids, layout, cache, embeds, trains_indexers: bool = False
+    ) -> tuple[LayerContext, dict[int, torch.Tensor]]:
         """Return what the layers share, and the Engram rows of every Engram layer."""
         text, device = self.config.get_text_config(), embeds.device
         frequencies = {
@@ -474,7 +475,7 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
                 extra = cache.keep_extra(layout.columns)
                 compressed = cache.ngram_ids.append(compressed, layout, keep_extra=extra)
             rows = self.ngram_hash(compressed, layout.past, layout.columns)
-        return LayerContext(layout, tables, frequencies, image_mask, ids), rows
+        return LayerContext(layout, tables, frequencies, image_mask, ids, trains_indexers=trains_indexers), rows
 
 
 class CausalHead:

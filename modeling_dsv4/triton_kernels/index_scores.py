@@ -16,17 +16,11 @@ import torch
 import triton
 import triton.language as tl
 
-from .number_formats import decode_e2m1, decode_e8m0, relu_times, unpack_e2m1
+from .number_formats import decode_e2m1, decode_e8m0, relu_times, spread, unpack_e2m1
 from .topk_selection import select_candidate_blocks, select_in_pool, select_topk
 
 # Scores that exist at once: 256 MB in bfloat16.
 MAX_SCORES = 1 << 27
-
-
-@triton.jit
-def _spread(scale, BLOCK: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr):
-    """Scales `[BLOCK, SCALES]` for each of their words, `[BLOCK, WORDS]`."""
-    return tl.reshape(tl.broadcast_to(scale[:, :, None], (BLOCK, SCALES, WORDS // SCALES)), (BLOCK, WORDS))
 
 
 @triton.jit
@@ -92,9 +86,9 @@ def _index_scores_kernel(
             if ASM:
                 # No stored code is 255, the NaN.
                 scale = tl.maximum(code.to(tl.int32) << 7, 0x40).to(tl.int16).to(tl.bfloat16, bitcast=True)
-                key0, key1, key2, key3 = unpack_e2m1(found, _spread(scale, BLOCK, WORDS, SCALES))
+                key0, key1, key2, key3 = unpack_e2m1(found, spread(scale, BLOCK, SCALES, WORDS // SCALES))
             else:
-                scale, codes = _spread(decode_e8m0(code), BLOCK, WORDS, SCALES), found.to(tl.int32)
+                scale, codes = spread(decode_e8m0(code), BLOCK, SCALES, WORDS // SCALES), found.to(tl.int32)
                 key0 = (decode_e2m1(codes & 15) * scale).to(dtype)
                 key1 = (decode_e2m1((codes >> 4) & 15) * scale).to(dtype)
                 key2 = (decode_e2m1((codes >> 8) & 15) * scale).to(dtype)

@@ -15,6 +15,12 @@ _PLAIN: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret or torch.vers
 
 
 @triton.jit
+def spread(x, ROWS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr):
+    """Repeat one number per group `[ROWS, GROUPS]` for its SIZE members: `[ROWS, GROUPS * SIZE]`."""
+    return tl.reshape(tl.broadcast_to(x[:, :, None], (ROWS, GROUPS, SIZE)), (ROWS, GROUPS * SIZE))
+
+
+@triton.jit
 def decode_e8m0(code):
     """2 ** (code - 127) of uint8 codes as float32; code 0 is a subnormal, code 255 NaN."""
     code = code.to(tl.int32)

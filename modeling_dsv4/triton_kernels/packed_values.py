@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .number_formats import decode_e2m1, decode_e4m3, decode_e8m0
+from .number_formats import decode_e2m1, decode_e4m3, decode_e8m0, spread
 
 # "float": one tensor of values; "fp8": E4M3 and a power-of-two scale per 32 channels; "fp8_tail": per 64, and the last
 # channels as they are; "nvfp4": E2M1 two a byte and an E4M3 scale per 16.
@@ -36,8 +36,7 @@ def read_rows(
         code = tl.load(values[:, None] + pair[None, :], mask=keep[:, None] & (pair < DIM // 2)[None, :], other=0)
         group = tl.arange(0, BLOCK_D // 16)
         scale = tl.load(scales[:, None] + group[None, :], mask=keep[:, None] & (group * 16 < DIM)[None, :], other=0)
-        scale = tl.broadcast_to(decode_e4m3(scale)[:, :, None], (rows, BLOCK_D // 16, 8))
-        scale = tl.reshape(scale, (rows, BLOCK_D // 2))
+        scale = spread(decode_e4m3(scale), rows, BLOCK_D // 16, 8)
         pairs = tl.join(decode_e2m1(code & 15) * scale, decode_e2m1(code >> 4) * scale)
         x = tl.reshape(pairs, (rows, BLOCK_D))
     else:
@@ -48,8 +47,7 @@ def read_rows(
         group = tl.arange(0, PARTS)
         inside = keep[:, None] & (group * GROUP < DIM - TAIL)[None, :]
         scale = decode_e8m0(tl.load(scales[:, None] + group[None, :], mask=inside, other=127))
-        scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (rows, PARTS, BLOCK_D // PARTS)), (rows, BLOCK_D))
-        x = decode_e4m3(code) * scale
+        x = decode_e4m3(code) * spread(scale, rows, PARTS, BLOCK_D // PARTS)
         if TAIL > 0:
             inside = keep[:, None] & (~rounded & (channel < DIM))[None, :]
             x += tl.load(tail[:, None] + (channel - (DIM - TAIL))[None, :], mask=inside, other=0.0).to(tl.float32)

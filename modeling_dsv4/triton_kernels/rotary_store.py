@@ -18,6 +18,7 @@ from .number_formats import (
     encode_e4m3,
     power_of_two_scale,
     round_to,
+    spread,
 )
 
 # Channels per scale of each format.
@@ -54,12 +55,6 @@ def _butterfly(x, WIDTH: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr):
     low, high = tl.split(parts)
     parts = tl.permute(tl.join(low + high, low - high), (0, 1, 3, 2))
     return tl.reshape(parts, (ROWS, SIZE))
-
-
-@triton.jit
-def _spread(x, ROWS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr):
-    """Repeat one number per group `[ROWS, GROUPS]` for its SIZE pairs: `[ROWS, GROUPS * SIZE]`."""
-    return tl.reshape(tl.broadcast_to(x[:, :, None], (ROWS, GROUPS, SIZE)), (ROWS, GROUPS * SIZE))
 
 
 @triton.jit
@@ -137,7 +132,7 @@ def _rotate_store(
         else:
             code = power_of_two_scale(largest, 0.002232142857142857, 1e-4)  # 1 / 448
             scale = decode_e8m0(code)
-        scale = _spread(scale, ROWS, GROUPS, GROUP // 2)
+        scale = spread(scale, ROWS, GROUPS, GROUP // 2)
         low, high = tl.div_rn(even, scale), tl.div_rn(odd, scale)
         if FORMAT == "nvfp4" or FORMAT == "mxfp4":
             low_code, high_code = encode_e2m1(low), encode_e2m1(high)
