@@ -1,7 +1,7 @@
 """Six layers of the released widths with random packed weights, one of every kind of layer, made on a device.
 
 Layers: window only, a source of ratio 2, a layer that reuses it, the candidate source of ratio 1, a layer that selects
-again among its candidates, one that reuses that selection. 384 experts; no Engram.
+again among its candidates, one that reuses that selection. 384 experts, and no Engram, unless a test wants it otherwise.
 """
 
 import torch
@@ -15,22 +15,21 @@ FP4_SCALE, FP8_SCALE = 127 - 7, 127 - 6
 
 
 def six_layer_config(**changes):
+    defaults = {"engram_layer_ids": [], "engram_num_embeddings": []}
     return Dsv41TextConfig(
         num_hidden_layers=6,
         compress_ratios=[0, 2, 2, 1, 1, 1],
         kv_source_layer_ids=[1, 3],
         index_source_layer_ids=[1, 3, 4],
         candidate_source_layer_id=3,
-        engram_layer_ids=[],
-        engram_num_embeddings=[],
         num_nextn_predict_layers=0,
-        **changes,
+        **defaults | changes,
     )
 
 
 @torch.no_grad()
-def six_layers(device, **changes):
-    """Return the model in bfloat16, packed, with its experts on the device."""
+def six_layers(device, packed=True, **changes):
+    """Return the model in bfloat16; packed, with its experts on the device."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -38,8 +37,9 @@ def six_layers(device, **changes):
             model = Dsv41ForCausalLM(six_layer_config(**changes))
     finally:
         torch.set_default_dtype(default)
-    pack_modules(model, Dsv4QuantizationConfig())
-    set_activation_rounding(model, True)
+    if packed:
+        pack_modules(model, Dsv4QuantizationConfig())
+        set_activation_rounding(model, True)
     model.to_empty(device=device)
     generator = torch.Generator(device).manual_seed(0)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -67,6 +67,16 @@ def _fill(name, tensor, generator):
         tensor.zero_()
     elif tensor.is_floating_point():
         tensor.normal_(std=0.02, generator=generator)
+
+
+def engram_table(table, place):
+    """Give a packed Engram table random rows: on the "device", in "pinned" memory or on the "host"."""
+    generator = torch.Generator().manual_seed(2)
+    for name in table.host_names():
+        part = torch.empty(table.host_tensor(name).shape, dtype=torch.uint8, pin_memory=place == "pinned")
+        part.random_(*((0, 0x78) if name == "weight" else (120, 124)), generator=generator)
+        part = part.view(table.host_tensor(name).dtype)
+        table.assign(name, part.cuda() if place == "device" else part)
 
 
 @torch.no_grad()

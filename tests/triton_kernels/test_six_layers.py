@@ -1,4 +1,4 @@
-"""Six layers of the released widths on a GPU: decoding, prompts up to a million tokens, beside transformers' native V4.
+"""Six layers of the released widths on a GPU: decoding and where its time goes, prompts, Engram, beside the native V4.
 
 pytest tests/triton_kernels/test_six_layers.py --run-benchmark -m "benchmark and gpu" -s --benchmark-out DIR
 """
@@ -13,7 +13,7 @@ import torch
 from modeling_dsv4 import Dsv4Cache
 from modeling_dsv4.decode_graph import DecodeGraph
 
-from .six_layers import filled_cache, six_layers
+from .six_layers import engram_table, filled_cache, six_layers
 from .test_benchmark import copy_rate, milliseconds
 
 pytestmark = [
@@ -25,6 +25,13 @@ pytestmark = [
 MILLION = 1 << 20
 STEPS = 30
 CHUNK = 4096
+# A fiftieth of the released table, in one layer.
+ENGRAM = {
+    "engram_layer_ids": [1],
+    "engram_num_embeddings": [8_000_000],
+    "engram_vocab_size": 320_000,
+    "engram_compressed_vocab_size": 129280,
+}
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +41,9 @@ def model():
     torch.cuda.empty_cache()
 
 
-def step_time(run, ids, cache):
-    """Median milliseconds of a step of decoding; every step sees another token."""
-    tokens = torch.randint(0, 1000, (ids.shape[0], STEPS + 8), device=ids.device)
-    place = iter(range(STEPS + 8))
-    return milliseconds(
-        lambda: run(input_ids=tokens[:, [next(place)]], cache=cache, logits_to_keep=1), repeats=STEPS, warmup=4
-    )
+def step_of(run, cache, batch=1):
+    """A function that decodes a step; every step sees other tokens."""
+    return lambda: run(input_ids=torch.randint(0, 1000, (batch, 1), device="cuda"), cache=cache, logits_to_keep=1)
 
 
 def plot(folder, points):
@@ -64,13 +67,15 @@ def test_decoding(model, batch, benchmark_out):
     contexts = {1: (4096, 65536, MILLION), 8: (4096, 65536), 64: (4096,)}[batch]
     found = {}
     for context in contexts:
-        ids = torch.zeros(batch, 1, dtype=torch.long, device="cuda")
         cache = filled_cache(model, context, context + 64, batch)
-        found[context] = {"graph": step_time(DecodeGraph(model), ids, cache)}
+        found[context] = {"graph": milliseconds(step_of(DecodeGraph(model), cache, batch), STEPS, 4)}
         if context == 4096:
-            found[context]["eager"] = step_time(model, ids, filled_cache(model, context, context + 64, batch))
+            cache = filled_cache(model, context, context + 64, batch)
+            found[context]["eager"] = milliseconds(step_of(model, cache, batch), 10)
+        if context == 4096 and batch < 64:
             model.set_kernels("off")
-            found[context]["reference"] = step_time(model, ids, filled_cache(model, context, context + 64, batch))
+            cache = filled_cache(model, context, context + 64, batch)
+            found[context]["reference"] = milliseconds(step_of(model, cache, batch), 3, 1)
             model.set_kernels("auto")
         shown = ", ".join(f"{name} {ms:.2f} ms" for name, ms in found[context].items())
         rate = 1e3 * batch / found[context]["graph"]
@@ -85,16 +90,67 @@ def test_decoding(model, batch, benchmark_out):
         assert found[4096]["graph"] <= 3 and found[MILLION]["graph"] <= 3.6 and ratio <= 1.2
 
 
-@torch.no_grad()
-def test_weight_bytes_of_a_step(model):
+def weight_bytes(model):
     """What a token must read at least: all matrices but the experts, and those of its six experts."""
     text = model.config.get_text_config()
     dense = sum(p.nbytes for name, p in model.named_parameters() if "embed_tokens" not in name)
     bank = model.model.layers[0].mlp.experts.bank
     experts = sum(t.nbytes for t in bank) * text.num_hidden_layers * text.num_experts_per_tok // text.n_routed_experts
-    ms = (dense + experts) / copy_rate()
-    print(f"\na step reads {(dense + experts) / 1e9:.3f} GB of weights ({experts / 1e9:.3f} of experts): {ms:.2f} ms")
-    assert ms < 3
+    return {"dense": dense, "experts": experts}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("context", [4096, MILLION])
+def test_breakdown_of_a_step(model, context, benchmark_out):
+    """Where the time of a replayed step goes: kernels by name, gaps between them, and the bytes it cannot avoid."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    cache = filled_cache(model, context, context + 64)
+    step = step_of(DecodeGraph(model), cache)
+    total = 1e3 * milliseconds(step, STEPS, 4)
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(10):
+            step()
+        torch.cuda.synchronize()
+    kernels = {}
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            kernels.setdefault(event.name, []).append(event.time_range.elapsed_us())
+    kernels = {name: {"launches": len(times) / 10, "us": sum(times) / 10} for name, times in kernels.items()}
+    busy, launches = (sum(kernel[key] for kernel in kernels.values()) for key in ("us", "launches"))
+    read, rate = weight_bytes(model), copy_rate()
+    bound = 1e3 * sum(read.values()) / rate
+    print(
+        f"\ncontext {context}: {total:.0f} us; kernels {busy:.0f}, gaps {total - busy:.0f}, {launches:.0f} launches; ",
+        end="",
+    )
+    print(f"weights {read['dense'] / 1e9:.3f} + {read['experts'] / 1e9:.3f} GB (experts): {bound:.0f} us")
+    for name, kernel in sorted(kernels.items(), key=lambda item: -item[1]["us"])[:40]:
+        print(f"  {name[:70]:<70}{kernel['launches']:>7.1f}{kernel['us']:>9.1f} us")
+    keep(benchmark_out, f"breakdown_{context}", {"us": total, "bound": bound, "bytes": read, "kernels": kernels})
+    assert 0 < busy and bound < total
+
+
+@torch.no_grad()
+def test_engram_beside_the_first_block(benchmark_out):
+    """A table on the device, in pinned memory and in plain host memory, whose reads run beside the first block."""
+    model, found = six_layers("cuda", **ENGRAM), {}
+    memory = model.model.layers[1].engram
+    for place in ("device", "pinned", "host"):
+        engram_table(memory.embedding, place)
+        prompt = torch.randint(0, 1000, (1, CHUNK), device="cuda")
+        rows = torch.randint(ENGRAM["engram_num_embeddings"][0], (1, CHUNK, 24), device="cuda")
+        table, times = memory.embedding, {}
+        for name, some in (("gather of a token", rows[:, :1]), ("gather of a chunk", rows)):
+            times[name] = milliseconds(lambda rows=some, table=table: table.gather(rows, torch.bfloat16), 5)
+        cache = Dsv4Cache(model.config, max_length=16 * CHUNK)
+        waited = memory.embedding.statistics.wait
+        times["chunk"] = milliseconds(lambda c=cache, p=prompt: model(p, cache=c, logits_to_keep=1), 5)
+        times["waited in a chunk"] = 1e3 * (memory.embedding.statistics.wait - waited) / 8
+        times["step"] = milliseconds(step_of(DecodeGraph(model), cache), 10)
+        found[place] = times
+        shown = ", ".join(f"{name} {ms:.3f}" for name, ms in times.items())
+        print(f"\nEngram table, {place}: ms of a {shown}", end="", flush=True)
+    keep(benchmark_out, "engram", found)
 
 
 @torch.no_grad()
