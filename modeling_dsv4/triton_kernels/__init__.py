@@ -11,6 +11,7 @@ from .index_scores import select_entries
 from .newton_schulz import newton_schulz
 from .packed_experts import packed_experts
 from .packed_linear import packed_linear, packed_swiglu
+from .rms_norm import rms_norm
 from .rotary_store import rotate_store
 from .sinkhorn_step import sinkhorn_step
 from .sparse_attention import sparse_attention
@@ -26,6 +27,7 @@ __all__ = [
     "packed_experts",
     "packed_linear",
     "packed_swiglu",
+    "rms_norm",
     "rotate_store",
     "route_tokens",
     "select_entries",

@@ -50,7 +50,8 @@ def make_repository(tmp_path):
     return make
 
 
-def test_the_choice_reaches_modules_that_can_use_kernels(make_repository):
+def test_the_choice_reaches_modules_that_can_use_kernels(make_repository, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # also where a GPU is
     model, x = Model(), torch.ones(2)
     assert model(x) == "reference"  # "auto" serves CUDA tensors alone
     model.set_kernels(make_repository())
@@ -63,6 +64,7 @@ def test_the_choice_reaches_modules_that_can_use_kernels(make_repository):
 
 
 def test_which_tensors_are_served(make_repository, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     kernels, x = KernelSet(str(make_repository())), torch.ones(2)
     assert find_kernel(kernels, "add", x)(x, x).tolist() == [2, 2]
     assert find_kernel(kernels, "missing", x) is None

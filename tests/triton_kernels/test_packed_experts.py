@@ -200,6 +200,8 @@ def test_banks_follow_their_layers_within_a_budget(monkeypatch):
 
     monkeypatch.setattr(Dsv4PackedExperts, "move_to", move)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (size * 3 // 2, size * 4))
+    for held in ("memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, held, lambda device: 0)
     size = bank_bytes(model.banks[0])
     with pytest.raises(ValueError, match=f"experts need {2 * size} bytes of cuda:0, which has {size * 3 // 2} free"):
         model.place_experts()
