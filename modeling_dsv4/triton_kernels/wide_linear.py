@@ -1,6 +1,7 @@
 """Logits of the head and of the router: float32 sums of the exact products of bfloat16 numbers.
 
 The reference widens both factors; a product of two bfloat16 numbers is exact in float32, so the matrix units give the same.
+Few rows are bound by the bytes of the weight, which the kernel reads once; of many rows cuBLAS does the same faster.
 
 Sources: contract sections 4 and 7, `modeling_dsv4/layers.py`.
 """
@@ -10,8 +11,11 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch.autograd.function import once_differentiable
 
 from .number_formats import operand_dtype
+
+FEW_ROWS = 64
 
 
 @triton.jit
@@ -53,6 +57,52 @@ def _wide_kernel(
     tl.store(at, acc, mask=(m < M)[None, :] & (n < N)[:, None])
 
 
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return a b of bfloat16 matrices, summed in float32."""
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+def _few_rows(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    (m, k), n = rows.shape, len(weight)
+    out = torch.empty(m, n, dtype=torch.float32, device=rows.device)
+    if n >= 4096:
+        bn, bm, bk, split, stages, warps = 64, max(16, triton.next_power_of_2(m)), 128, 1, 4, 4
+    else:
+        bn, bm, bk, split, stages, warps = 16, min(16, triton.next_power_of_2(m)), 128, 8 if m <= 4 else 4, 3, 4
+    split = split if k % (split * bk) == 0 else 1
+    _wide_kernel[triton.cdiv(m, bm), triton.cdiv(n, bn)](
+        rows, weight, out, m, n, k, bn, bm, bk, split, stages, num_warps=warps
+    )
+    return out
+
+
+class _WideLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        rows = x.reshape(-1, weight.shape[1]).contiguous()
+        out = _few_rows(rows, weight) if 0 < len(rows) <= FEW_ROWS else _product(rows, weight.mT)
+        return out.view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grad = grad.reshape(-1, len(weight))
+        # Two parts hold 16 bits of each gradient; the results are rounded to bfloat16's 8.
+        high = grad.bfloat16()
+        parts = high, (grad - high).bfloat16()
+        of_x = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_x = sum(_product(part, weight) for part in parts).bfloat16().view(x.shape)
+        if ctx.needs_input_grad[1]:
+            rows = x.reshape(-1, x.shape[-1])
+            of_weight = sum(_product(part.mT, rows) for part in parts).bfloat16()
+        return of_x, of_weight
+
+
 def wide_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     r"""Return x W^T with products and sums in float32.
 
@@ -60,19 +110,9 @@ def wide_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         x (`torch.Tensor` of shape `[..., K]`, bfloat16) and weight (`[N, K]`, bfloat16).
 
     Returns:
-        `torch.Tensor` of shape `[..., N]`, float32.
+        `torch.Tensor` of shape `[..., N]`, float32. Its gradients are bfloat16.
     """
-    n, k = weight.shape
-    rows = x.reshape(-1, k).contiguous()
-    m = len(rows)
-    out = torch.empty(*x.shape[:-1], n, dtype=torch.float32, device=x.device)
-    if m == 0:
-        return out
-    if n >= 4096:
-        bn, bm, bk, split, stages, warps = 64, min(64, max(16, triton.next_power_of_2(m))), 128, 1, 4, 4
-    else:
-        bn, bm, bk, split, stages, warps = 16, min(16, triton.next_power_of_2(m)), 128, 8 if m <= 4 else 4, 3, 4
-    split = split if k % (split * bk) == 0 else 1
-    grid = triton.cdiv(m, bm), triton.cdiv(n, bn)  # the first axis has no limit that rows could reach
-    _wide_kernel[grid](rows, weight, out, m, n, k, bn, bm, bk, split, stages, num_warps=warps)
-    return out
+    return _WideLinear.apply(x, weight)
+
+
+wide_linear.has_backward = True
