@@ -2,7 +2,7 @@
 
 Accepted are PIL images, arrays and tensors, encoded bytes, open files, paths, data URLs, base64 and http(s) URLs. Data
 URLs are decoded here; the network is only reached through transformers' own loader. Sizes are checked before anything
-is decoded.
+is decoded, but for what that loader fetches.
 """
 
 import base64
@@ -82,9 +82,10 @@ def _to_pil(source, max_bytes: int | None, channels_first: bool | None):
 
 
 def _open_text(source: str, max_bytes):
-    if source.startswith(("http://", "https://")):
+    scheme, _, rest = source.partition("://")
+    if scheme.lower() in ("http", "https"):
         # transformers' loader is the only one that touches the network; it returns RGB, already upright.
-        return load_image(source)
+        return load_image(f"{scheme.lower()}://{rest}")
     if source[:5].lower() == "data:":
         return _decode(_data_url_bytes(source), max_bytes)
     if len(source) < 4096 and os.path.isfile(source):

@@ -146,6 +146,9 @@ class Dsv41Processor(ProcessorMixin):
         images_kwargs.pop("return_tensors", None)
         if text is None:
             return BatchFeature(dict(self.image_processor(images, **images_kwargs)), tensor_type=return_tensors)
+        for name in ("return_length", "return_overflowing_tokens"):
+            if text_kwargs.pop(name, False):
+                raise ValueError(f"{name}=True is not supported: images change the length of a row after tokenisation")
         texts = [text] if isinstance(text, str) else list(text)
         if not texts or not all(isinstance(item, str) for item in texts):
             raise ValueError("text must be a string or a list of strings")
@@ -199,7 +202,9 @@ class Dsv41Processor(ProcessorMixin):
             for at, token in enumerate(row):
                 plan.extend([at] * (next(counts) if token == self.image_token_id else 1))
         limit = options.get("max_length") or self.tokenizer.model_max_length
-        if not options.get("truncation") or len(plan) <= limit:
+        truncation = options.get("truncation")
+        truncation = getattr(truncation, "value", truncation)
+        if truncation in (None, False, "do_not_truncate") or len(plan) <= limit:
             return plan
         from_left = self.tokenizer.truncation_side == "left"
         kept, cut = (plan[-limit:], plan[:-limit]) if from_left else (plan[:limit], plan[limit:])
@@ -228,11 +233,10 @@ class Dsv41Processor(ProcessorMixin):
         if self.tokenizer.pad_token_id is None:
             raise ValueError("the tokenizer has no pad token; set tokenizer.pad_token")
         side = options.get("padding_side") or self.tokenizer.padding_side
+        fillers = {"input_ids": self.tokenizer.pad_token_id, "offset_mapping": (0, 0), "special_tokens_mask": 1}
         for name, values in columns.items():
-            filler = self.tokenizer.pad_token_id if name == "input_ids" else 0
-            filler = (0, 0) if name == "offset_mapping" else filler
             for index, row in enumerate(values):
-                extra = [filler] * (longest - len(row))
+                extra = [fillers.get(name, 0)] * (longest - len(row))
                 values[index] = extra + row if side == "left" else row + extra
 
     # -- conversations -------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ def normalize_tools(tools, shown: bool = True) -> list[dict]:
     """
     if tools is None:
         return []
-    if isinstance(tools, (str, Mapping)):
+    if not isinstance(tools, (list, tuple)):  # an iterator would be empty for the next conversation of a batch
         raise TypeError(f"tools must be a list of definitions or functions, got {type(tools).__name__}")
     functions = [_function_of(tool, index) for index, tool in enumerate(tools)]
     if not shown:
@@ -125,16 +125,18 @@ def _definition(function: dict, strict: bool) -> dict:
     description = to_json_value(function.get("description") or "", f"the description of tool {function['name']!r}")
     parameters = function.get("parameters")
     if parameters is None:
-        parameters = _strict_root({"type": "object"}, where, allow_empty=True) if strict else {}
-        return {"name": function["name"], "description": description, "parameters": parameters}
-    parameters = to_json_value(parameters, where)
+        parameters = {"type": "object"} if strict else {}
+    else:
+        parameters = to_json_value(parameters, where)
+        if not strict:
+            _check_schema(parameters, where)
+            kind = parameters.get("type") if isinstance(parameters, dict) else None
+            if kind != "object":
+                raise ValueError(
+                    f"{where} must be a JSON schema of type 'object', got type {kind!r}; leave them out if empty"
+                )
     if strict:
         parameters = _strict_root(parameters, where, allow_empty=True)
-        return {"name": function["name"], "description": description, "parameters": parameters}
-    _check_schema(parameters, where)
-    kind = parameters.get("type") if isinstance(parameters, dict) else None
-    if kind != "object":
-        raise ValueError(f"{where} must be a JSON schema of type 'object', got type {kind!r}; leave them out if empty")
     return {"name": function["name"], "description": description, "parameters": parameters}
 
 

@@ -56,7 +56,8 @@ def test_urls_go_through_the_loader_of_transformers(monkeypatch):
     seen = []
     monkeypatch.setattr(image_sources, "load_image", lambda url: seen.append(url) or Image.new("RGB", (3, 2)))
     assert open_image("https://a.example/b.png").size == (3, 2)
-    assert seen == ["https://a.example/b.png"]
+    assert open_image("HTTPS://a.example/B.png").size == (3, 2)
+    assert seen == ["https://a.example/b.png", "https://a.example/B.png"]
 
 
 @pytest.mark.parametrize("kind", ["WEBP", "JPEG", "GIF", "PNG"])

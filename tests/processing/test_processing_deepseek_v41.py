@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor
 from transformers.dynamic_module_utils import get_imports, get_relative_import_files
+from transformers.tokenization_utils_base import TruncationStrategy
 
 import processing_dsv4
 from processing_dsv4 import Dsv41Processor, image_sources, register
@@ -226,6 +227,8 @@ def test_refused_arguments(processor, messages, options, error, match):
 def test_truncation(processor):
     ids = processor.apply_chat_template([USER], tokenize=True)[0]
     assert processor.apply_chat_template([USER], tokenize=True, truncation=True, max_length=5)[0] == ids[:5]
+    for off in (False, "do_not_truncate", TruncationStrategy.DO_NOT_TRUNCATE):
+        assert processor.apply_chat_template([USER], tokenize=True, truncation=off, max_length=5)[0] == ids
     messages = image_messages({"image": picture(20, 20)})
     with pytest.raises(ValueError, match="cut an image"):
         processor.apply_chat_template(messages, tokenize=True, truncation=True, max_length=50)
@@ -369,8 +372,10 @@ def test_strings(processor):
         assert torch.equal(out[key], chat[key]), key
     assert processor(text="hello")["input_ids"] == [processor.tokenizer.encode("hello")]
     assert set(processor(images=picture(20, 20))) == {"pixel_values", "image_grid_hw", "image_unshuffle_index"}
-    batch = processor(text=["a", "a longer text"], padding=True, return_tensors="pt")
+    options = {"padding": True, "return_tensors": "pt", "return_special_tokens_mask": True}
+    batch = processor(text=["a", "a longer text"], **options)
     assert batch["input_ids"][0, 0] == 2 and batch["attention_mask"][0, 0] == 0
+    assert torch.equal(batch["special_tokens_mask"], (batch["input_ids"] == 2).long())
 
 
 @pytest.mark.parametrize(
@@ -381,6 +386,8 @@ def test_strings(processor):
         ({"text": IMAGE}, "1 image tokens"),
         ({"text": "a", "images": picture(20, 20)}, "0 image tokens"),
         ({"text": [3]}, "text"),
+        ({"text": "a b c", "return_overflowing_tokens": True}, "return_overflowing_tokens"),
+        ({"text": "a b c", "return_length": True}, "return_length"),
     ],
 )
 def test_refused_strings(processor, arguments, match):

@@ -83,6 +83,8 @@ def test_refused_forms(bad):
         normalize_tools(["f"])
     with pytest.raises(TypeError):
         normalize_tools(tool())
+    with pytest.raises(TypeError):  # exhausted by the first conversation of a batch
+        normalize_tools(iter([tool()]))
 
 
 def test_names_must_be_unique():
