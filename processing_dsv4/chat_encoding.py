@@ -198,7 +198,7 @@ def response_format_text(response_format, form: PromptFormat, messages: list[Mes
                 f"got {strict!r} and {name!r}"
             )
         schema = check_response_schema(outer["schema"], strict=bool(strict))
-        return SCHEMA_HEAD + dump_json(schema, short_floats=not form.system_token)
+        return SCHEMA_HEAD + dump_json(schema, short_floats=form.short_floats)
     raise ValueError(
         "response_format must be a dict with the type 'text', 'json_object', 'json_schema' or 'regex', "
         f"got {response_format!r}"
@@ -332,7 +332,7 @@ class _PromptWriter:
             self.parts(message)
         if tools:
             self.wording("\n\n" + self.form.tools_head)
-            self.text("\n".join(dump_json(tool, short_floats=not self.form.system_token) for tool in tools))
+            self.text("\n".join(dump_json(tool, short_floats=self.form.short_floats) for tool in tools))
             self.text(TOOLS_TAIL)
         if response:
             self.text("\n\n" + response)
@@ -392,7 +392,7 @@ class _PromptWriter:
                 is_text = isinstance(value, str)
                 self.wording(f'<{DSML}{form.parameter_tag} name="')
                 self.text(f'{name}" string="{"true" if is_text else "false"}">')
-                self.text(value if is_text else dump_json(value, short_floats=not form.system_token))
+                self.text(value if is_text else dump_json(value, short_floats=form.short_floats))
                 self.wording(f"</{DSML}{form.parameter_tag}>\n")
             self.wording(f"</{DSML}{form.invoke_tag}>\n")
         self.wording(f"</{DSML}{form.calls_tag}>")

@@ -10,10 +10,10 @@ ids either; results then belong to the calls in their order.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from .image_layout import DETAILS
 from .json_text import check_text, parse_json, to_json_value
 
 ROLES = ("system", "user", "assistant", "tool", "latest_reminder")
-IMAGE_DETAILS = ("low", "high", "original", "auto")
 IMAGE_SOURCE_KEYS = ("image", "url", "path", "base64", "bytes")
 # Names under which transformers and others store the reasoning of an answer.
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
@@ -151,8 +151,8 @@ def _image_url(value, where: str) -> ImagePart:
 def _detail(detail, where: str) -> str:
     if detail is None:
         return "high"
-    if detail not in IMAGE_DETAILS:
-        raise ValueError(f"{where}['detail'] must be one of {list(IMAGE_DETAILS)}, got {detail!r}")
+    if detail not in DETAILS:
+        raise ValueError(f"{where}['detail'] must be one of {list(DETAILS)}, got {detail!r}")
     return detail
 
 

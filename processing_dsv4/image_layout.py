@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Roles of image tokens, as the reference numbers them; text is -1.
-ROLE_START, ROLE_CONTENT, ROLE_NEWLINE, ROLE_END, ROLE_TEXT = 0, 1, 2, 3, -1
-
+# Detail levels of an image. "low" reduces its long side to LOW_DETAIL_SIDE pixels first, the others mean the same.
+DETAILS = ("low", "high", "original", "auto")
 LOW_DETAIL_SIDE = 512
 
 
@@ -99,9 +98,9 @@ def _shrink(height, width, patch_size: int, downsample_ratio: int, max_tokens: i
     )
 
 
-def low_detail_size(height: int, width: int, side: int = LOW_DETAIL_SIDE) -> tuple[int, int]:
-    """Return the size of an image of low detail: its long side is at most `side`, the other is rounded half up."""
-    longest = max(height, width)
+def low_detail_size(height: int, width: int) -> tuple[int, int]:
+    """Return the size of an image of low detail: the long side is at most 512 pixels, the other is rounded half up."""
+    side, longest = LOW_DETAIL_SIDE, max(height, width)
     if longest <= side:
         return height, width
     short = max(1, (2 * min(height, width) * side + longest) // (2 * longest))
@@ -145,15 +144,7 @@ def unshuffle_index(patch_rows: int, patch_columns: int, downsample_ratio: int) 
         the image, which means zeros.
     """
     d = downsample_ratio
-    rows, columns = -(-patch_rows // d), -(-patch_columns // d)
+    rows, columns = cell_grid(patch_rows, patch_columns, 1, d)
     grid = np.full((rows * d, columns * d), -1, dtype=np.int64)
     grid[:patch_rows, :patch_columns] = np.arange(patch_rows * patch_columns).reshape(patch_rows, patch_columns)
     return np.ascontiguousarray(grid.reshape(rows, d, columns, d).transpose(0, 2, 1, 3)).reshape(rows * columns, d * d)
-
-
-def image_token_roles(patch_rows: int, patch_columns: int, downsample_ratio: int) -> np.ndarray:
-    """Return the role of every prompt token of one image, `np.ndarray` of shape `[image tokens]`, int64."""
-    rows, columns = -(-patch_rows // downsample_ratio), -(-patch_columns // downsample_ratio)
-    body = np.full((rows, columns + 1), ROLE_CONTENT, dtype=np.int64)
-    body[:, -1] = ROLE_NEWLINE
-    return np.concatenate([[ROLE_START], body.reshape(-1), [ROLE_END]])

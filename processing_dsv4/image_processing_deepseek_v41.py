@@ -10,6 +10,7 @@ from transformers.image_processing_utils import BatchFeature
 from transformers.processing_utils import ImagesKwargs
 
 from .image_layout import (
+    DETAILS,
     cell_grid,
     count_image_tokens,
     fit_box,
@@ -21,7 +22,6 @@ from .image_sources import MAX_BYTES, MAX_IMAGES, MAX_SIDE, open_image
 
 _MODULE = "image_processing_deepseek_v41"
 
-DETAILS = ("low", "high", "original", "auto")
 COLOR_RULES = ("api", "reference")
 # Keys of `vision_config` in config.json that the image processor shares with the model.
 _VISION_KEYS = ("patch_size", "downsample_ratio", "max_image_tokens", "min_pixels", "max_wh_ratio")

@@ -28,7 +28,8 @@ def _finite(text: str) -> float:
     return value
 
 
-def _refuse_constant(text: str):
+def refuse_constant(text: str):
+    """Raise a ValueError: `NaN` and the infinities, which Python's parser takes, are not JSON."""
     raise ValueError(f"{text} is not JSON")
 
 
@@ -97,7 +98,7 @@ def parse_json(text: str):
         ValueError: if the official parser would refuse the text (syntax, NaN, overflow, lone surrogates, depth).
     """
     try:
-        value = json.loads(text, parse_int=_integer, parse_float=_finite, parse_constant=_refuse_constant)
+        value = json.loads(text, parse_int=_integer, parse_float=_finite, parse_constant=refuse_constant)
     except RecursionError as error:
         raise ValueError("the JSON text is nested too deep") from error
     return to_json_value(value, "the JSON text")

