@@ -29,12 +29,14 @@ def check_target(target: str | os.PathLike, *, needed_bytes: int) -> None:
         needed_bytes (`int`): what will be written.
 
     Raises:
-        OSError: if the target exists and is not an empty folder, another process is making it, or its disk has less
-            room.
+        OSError: if the target exists and is not an empty folder or is a mount point, another process is making it, or
+            its disk has less room.
     """
-    target = Path(os.path.abspath(target))
+    target = _real(target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise OSError(f"{target} exists and is not an empty folder; accepted: a new name or an empty folder.")
+    if os.path.ismount(target):  # no folder can be renamed to it
+        raise OSError(f"{target} is a mount point; accepted: a folder inside it.")
     leftover = _temporary(target)
     if leftover.is_dir():
         with _locked(leftover):
@@ -57,7 +59,7 @@ def new_folder(target: str | os.PathLike, *, needed_bytes: int) -> Iterator[Path
         OSError: before anything is written; see `check_target`.
     """
     check_target(target, needed_bytes=needed_bytes)
-    target = Path(os.path.abspath(target))
+    target = _real(target)
     temporary = _temporary(target)
     temporary.mkdir(parents=True)
     with _locked(temporary):
@@ -69,6 +71,11 @@ def new_folder(target: str | os.PathLike, *, needed_bytes: int) -> Iterator[Path
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
+
+
+def _real(target: str | os.PathLike) -> Path:
+    """Where links lead: what is removed and renamed at the end must be the folder itself."""
+    return Path(os.path.realpath(target))
 
 
 def _temporary(target: Path) -> Path:

@@ -24,7 +24,7 @@ from modeling_dsv4.weight_names import OPTIONAL_PARTS
 
 from .checkpoint_folder import CONFIG_NAME, read_config
 from .hub_layout import released_files
-from .inventory import released_tensors
+from .inventory import is_scale, released_tensors
 
 # What the window of the cache keeps beside the tokens that are attended (`Dsv4Cache(rollback=)`).
 ROLLBACK = 16
@@ -125,7 +125,7 @@ class ModelSizes:
         found = []
         for name, (shape, dtype) in released_tensors(self.config).items():
             count = prod(shape)
-            is_parameter = not name.endswith(".scale") and dtype.is_floating_point or dtype == torch.int8
+            is_parameter = not is_scale(name) and dtype.is_floating_point or dtype == torch.int8
             parameters = count * (2 if dtype == torch.int8 else 1) if is_parameter else 0
             found.append(Row(name, _group(name, self.text), count * dtype.itemsize, parameters))
         return found
@@ -133,8 +133,9 @@ class ModelSizes:
     def activated(self) -> Activated:
         r"""Return how many parameters a token of text activates; the embedding is looked up, not counted.
 
-        Of the routed experts `num_experts_per_tok` count, of the Engram tables the rows that are gathered. V4.1 prefills with the layers before the cut and what the layer at
-        the cut needs for the entries and the window that it keeps (V4.1 report section 2.2); V4 with all layers.
+        Of the routed experts `num_experts_per_tok` count, of the Engram tables the rows that are gathered. V4.1 prefills
+        with the layers before the cut and what the layer at the cut needs for the entries and the window that it keeps
+        (V4.1 report section 2.2); V4 with all layers.
         """
         text = self.text
         cut = getattr(text, "replay_cut", None)
@@ -172,8 +173,8 @@ class ModelSizes:
     def residency(self, machine: Machine) -> Residency:
         r"""Return what is resident when a packed model is loaded without drafts.
 
-        Experts and Engram tables are used from the mapped file, and so is the rest on a CPU; an accelerator gets a copy of the
-        rest. File pages can be dropped and read again, so RAM may be smaller.
+        Experts and Engram tables are used from the mapped file, and so is the rest on a CPU; an accelerator gets a copy
+        of the rest. File pages can be dropped and read again, so RAM may be smaller.
         """
         text = self.text
         size, layers = Counter(), Counter()
@@ -264,8 +265,8 @@ def count_text(parameters: int) -> str:
 
 
 def size_text(count: int) -> str:
-    """Return a number of bytes in words."""
+    """Return a number of bytes, which may be negative, in words."""
     for unit, factor in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= factor:
+        if abs(count) >= factor:
             return f"{count / factor:.2f} {unit}"
     return f"{count} B"

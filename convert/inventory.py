@@ -10,7 +10,7 @@ Source: contract section 1, proven against the inventories of the released check
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -88,6 +88,21 @@ def payload_bytes(tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> in
     return sum(prod(shape) * dtype.itemsize for shape, dtype in tensors.values())
 
 
+def is_scale(name: str) -> bool:
+    """Whether a released name is that of the scales of a weight."""
+    return name.endswith(".scale")
+
+
+def weight_of(name: str) -> str:
+    """Return the released name of the weight that a scale belongs to; of other tensors their own."""
+    return name.removesuffix(".scale") + ".weight" if is_scale(name) else name
+
+
+def scale_of(weight: str) -> str:
+    """Return the released name of the scales of a weight."""
+    return weight.removesuffix(".weight") + ".scale"
+
+
 def shard_part(name: str) -> str:
     """Return the part of the model that shares a shard with this released name (contract section 1).
 
@@ -137,11 +152,6 @@ def _fp8_tiles(name: str, out_features: int, in_features: int, formats: Formats)
     rows, columns = formats.tile
     yield f"{name}.weight", (out_features, in_features), torch.float8_e4m3fn
     yield f"{name}.weight_scale_inv", (_ceil(out_features, rows), _ceil(in_features, columns)), formats.scale
-
-
-def _fp8_rows(name: str, rows: int, columns: int, formats: Formats) -> Iterator[Row]:
-    yield f"{name}.weight", (rows, columns), torch.float8_e4m3fn
-    yield f"{name}.weight_scale_inv", (rows, _ceil(columns, ROW_BLOCK)), formats.scale
 
 
 def _expert(name: str, out_features: int, in_features: int, formats: Formats) -> Iterator[Row]:
@@ -253,7 +263,8 @@ def _draft_stage(prefix: str, text, stage: int, formats: Formats) -> Iterator[Ro
 def _engram(prefix: str, text, rows: int, formats: Formats) -> Iterator[Row]:
     hidden, streams = text.hidden_size, text.hc_mult
     looked_up = (text.engram_max_ngram_size - 1) * text.engram_n_heads * text.engram_head_dim
-    yield from _fp8_rows(prefix + "embedding", rows, text.engram_head_dim, formats)
+    by_rows = replace(formats, tile=(1, ROW_BLOCK))
+    yield from _fp8_tiles(prefix + "embedding", rows, text.engram_head_dim, by_rows)
     yield from _fp8_tiles(prefix + "kv_proj", hidden * (streams + 1), looked_up, formats)
     yield prefix + "q_weight", (streams, hidden), torch.bfloat16
     yield prefix + "k_weight", (streams, hidden), torch.bfloat16

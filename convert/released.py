@@ -30,7 +30,16 @@ from modeling_dsv4.weight_names import OPTIONAL_PARTS
 
 from .atomic_folder import new_folder
 from .checkpoint_folder import CONFIG_NAME, CheckpointFolder
-from .inventory import ROW_BLOCK, Formats, payload_bytes, released_tensors, shard_part
+from .inventory import (
+    ROW_BLOCK,
+    Formats,
+    is_scale,
+    payload_bytes,
+    released_tensors,
+    scale_of,
+    shard_part,
+    weight_of,
+)
 from .released_config import released_config
 from .released_report import ReleasedReport
 from .shards import INDEX_NAME, plan_shards, write_index, write_json, write_shard
@@ -68,9 +77,12 @@ def to_released(
         `ReleasedReport`.
 
     Raises:
-        ValueError: for tensors that are missing, of another shape than those of `base`, or not finite.
+        ValueError: for a bad `max_shard_bytes`, and for tensors that are missing, of another shape than those of `base`,
+            or not finite.
         OSError: if a folder cannot be read or made. Nothing is left behind.
     """
+    if max_shard_bytes is not None and max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes is {max_shard_bytes}; accepted: at least 1.")
     conversion = Conversion(CheckpointFolder(src), None if base is None else CheckpointFolder(base), bf16)
     shards = conversion.shards(max_shard_bytes)
     files, report = conversion.other_files(), conversion.report
@@ -128,7 +140,7 @@ class Conversion:
             stored = self.base if self.base is not None and name in self.base.places else self.source
             if name in stored.places and not is_float:
                 layout[name] = stored.places[name].shape, stored.places[name].entry.dtype
-            elif is_float or not (_is_scale(name) and _weight_of(name) in stored.places):  # none of a BF16 matrix
+            elif is_float or not (is_scale(name) and weight_of(name) in stored.places):  # none of a BF16 matrix
                 layout[name] = found
         return layout
 
@@ -178,7 +190,7 @@ class Conversion:
         for name, origin in origins.items():
             shape, dtype = self.layout[name]
             if origin is None and self.bf16 and dtype in PACKED_DTYPES:
-                if not _is_scale(name):
+                if not is_scale(name):
                     tensors[name] = self.source.places[name].shape, torch.bfloat16
                     self.report.not_quantised.append(name.rpartition(".")[0])
             else:
@@ -207,7 +219,7 @@ class Conversion:
 
     def _origin(self, name: str) -> CheckpointFolder | None:
         """The folder whose bytes are taken, `None` where they are made from the source's floats."""
-        weight = _weight_of(name)
+        weight = weight_of(name)
         if weight not in self.source.places:
             return self.base
         stored = self.source.places[weight].entry.dtype
@@ -218,7 +230,7 @@ class Conversion:
     def _has_same_numbers(self, weight: str) -> bool:
         """Whether source and base give the same numbers, bit for bit, in the dtype of the source."""
         ours, theirs = self.source.read(weight), self.base.read(weight)
-        scale = _scale_of(weight)
+        scale = scale_of(weight)
         if ours.dtype == theirs.dtype:
             pairs = [(ours, theirs)]
             if ours.dtype in PACKED_DTYPES:
@@ -237,15 +249,15 @@ class Conversion:
         if origin is not None:
             yield from _flat_pieces(origin.read(name))
             return
-        source = self.source.read(_weight_of(name))
-        if dtype not in PACKED_DTYPES and not _is_scale(name):
+        source = self.source.read(weight_of(name))
+        if dtype not in PACKED_DTYPES and not is_scale(name):
             for piece in _flat_pieces(source):
                 yield self._noted(name, piece, piece.to(dtype))
             return
-        tile = self._tile(_weight_of(name))
+        tile = self._tile(weight_of(name))
         for rows, _ in _row_pieces(source.shape, tile[0]):
-            values, scale = self._rows(_weight_of(name), rows.start, rows.stop)
-            if _is_scale(name):
+            values, scale = self._rows(weight_of(name), rows.start, rows.stop)
+            if is_scale(name):
                 yield scale
             else:
                 self._noted(name, source[rows], _dequantise(values, scale, tile, torch.float32))
@@ -317,7 +329,7 @@ def _refuse_strangers(source: CheckpointFolder, base: CheckpointFolder) -> None:
         raise ValueError(
             f"base is a {base.config.model_type}; accepted: {source.config.model_type}, as {source.path}."
         )
-    lacking = [n for n in base.places if _weight_of(n) not in source.places]
+    lacking = [n for n in base.places if weight_of(n) not in source.places]
     lost = [name for name in lacking if not _is_optional(name)]
     if lost:
         raise ValueError(f"{len(lost)} tensors of base are not in {source.path}: {', '.join(lost[:5])}.")
@@ -332,18 +344,6 @@ def _refuse_strangers(source: CheckpointFolder, base: CheckpointFolder) -> None:
 
 def _is_optional(name: str) -> bool:
     return any(pattern.search(name) for pattern in OPTIONAL_PARTS.values())
-
-
-def _is_scale(name: str) -> bool:
-    return name.endswith(".scale")
-
-
-def _weight_of(name: str) -> str:
-    return name.removesuffix(".scale") + ".weight" if _is_scale(name) else name
-
-
-def _scale_of(weight: str) -> str:
-    return weight.removesuffix(".weight") + ".scale"
 
 
 def _copy(source: Path, target: Path) -> None:

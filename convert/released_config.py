@@ -39,6 +39,9 @@ def released_config(
 def _take_changes(content: dict, before: dict, after: dict, path: str = "") -> list[str]:
     """Write into `content` what differs between two configurations, and say so."""
     changes = []
+    for key in sorted((before.keys() - after.keys() - {*NOT_COMPARED}) & content.keys()):  # absent: the default
+        changes.append(f"{path}{key}: {before[key]!r} -> the default")
+        del content[key]
     for key, value in after.items():
         old = before.get(key)
         if key in NOT_COMPARED or value == old:

@@ -7,6 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from .inventory import weight_of
+
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 
 
@@ -42,10 +44,9 @@ class ReleasedReport:
     def count(self, origins: dict, source, base) -> None:
         """Note where the bytes of the tensors of a shard came from: `{name: folder, or None for rounded ones}`."""
         for name, origin in origins.items():
-            weight = re.sub(r"\.scale$", ".weight", name)
             if base is not None and name not in base.places:
                 self.new.append(name)
-            elif origin is not None and weight not in source.places:
+            elif origin is not None and weight_of(name) not in source.places:
                 self.from_base[name.split(".")[0]] += 1
             elif origin is not None and origin is (base or source):
                 self.kept += 1

@@ -17,7 +17,6 @@ import torch
 from modeling_dsv4.checkpoint_map import DTYPES
 
 INDEX_NAME = "model.safetensors.index.json"
-DEFAULT_SHARD_BYTES = 2 * 10**9
 
 SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -30,26 +29,25 @@ def parse_size(text: str | int) -> int:
     r"""Return the bytes that a size names: an integer, or a number with B, KB, MB, GB or TB (powers of 1000).
 
     Raises:
-        ValueError: if it is neither.
+        ValueError: if it is neither, or less than a byte.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?B?)\s*", str(text).upper())
     unit = match and SIZE_UNITS.get(match[2] if match[2].endswith("B") or not match[2] else match[2] + "B")
-    if isinstance(text, bool) or not unit or float(match[1]) <= 0:
+    size = int(float(match[1]) * unit) if unit and not isinstance(text, bool) else 0
+    if not size:
         raise ValueError(
             f"size is {text!r}; accepted: bytes, or a number with one of {', '.join(list(SIZE_UNITS)[1:])}."
         )
-    return int(float(match[1]) * unit)
+    return size
 
 
-def plan_shards(
-    tensors: Tensors, *, part: Callable[[str], str], max_bytes: int = DEFAULT_SHARD_BYTES
-) -> dict[str, list[str]]:
+def plan_shards(tensors: Tensors, *, part: Callable[[str], str], max_bytes: int) -> dict[str, list[str]]:
     r"""Distribute tensors over shards: a new shard for every part, further ones where a part exceeds `max_bytes`.
 
     Args:
         tensors: `{name: (shape, dtype)}`; tensors of a part follow each other.
         part: name of a tensor -> the part it belongs to.
-        max_bytes (`int`, *optional*, defaults to 2e9): data of a shard; a larger tensor gets a shard of its own.
+        max_bytes (`int`): data of a shard; a larger tensor gets a shard of its own.
 
     Returns:
         `{file name: names}`, files named `model-00001-of-0000N.safetensors`.

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from modeling_dsv4.configuration_deepseek_v4 import RELEASED_ARCHITECTURE as V4_ARCHITECTURE
@@ -108,6 +109,7 @@ SMALL_V4 = {
 WIDTHS = (128, 256, 512, 1024, 2048, 4096)
 FEW_EXPERTS, MOST_EXPERTS = 8, 384
 
+SHARD_BYTES = 2 * 10**9
 # Random numbers drawn at a time for a plain tensor.
 BLOCK_ELEMENTS = 1 << 20
 # Elements of a packed tensor after which its rows repeat: quantising costs far more than writing. No tensor of the
@@ -176,13 +178,14 @@ def make_tiny(
             (folder / name).write_bytes(text.encode())
         write_json(folder / "config.json", released_config_dict(config))
         weights = RandomWeights(tensors, seed, tile=tuple(config.quantization_config["weight_block_size"]))
+        shards = plan_shards(tensors, part=shard_part, max_bytes=SHARD_BYTES)
         with tqdm(total=payload_bytes(tensors), unit="B", unit_scale=True, desc=str(dst), disable=not progress) as bar:
-            for written in write_shards(folder, tensors, plan_shards(tensors, part=shard_part), weights.pieces):
+            for written in write_shards(folder, tensors, shards, weights.pieces):
                 bar.update(written)
     return Path(dst)
 
 
-def released_config_dict(config: Dsv41Config) -> dict:
+def released_config_dict(config: Dsv41Config | Dsv4Config) -> dict:
     """Return the config.json of a configuration in the released form and key order."""
     written = config.to_diff_dict()
     first = ("architectures", "model_type", "dtype", "transformers_version", "bos_token_id", "eos_token_id")
@@ -204,8 +207,6 @@ def small_config(tokenizer_files: dict[str, str], text: dict, vision: dict, *, r
         text, vision (`dict`): keys of the two parts, as `SMALL_TEXT` and `SMALL_VISION`.
         real (`bool`, *optional*, defaults to `False`): whether it is the released tokenizer or the small one.
     """
-    from tokenizers import Tokenizer
-
     token_map = build_token_map(Tokenizer.from_str(tokenizer_files["tokenizer.json"]))
     vocabulary = {"vocab_size": len(token_map) if real else VOCAB_SIZE}
     vocabulary |= {"dspark_noise_token_id": 128799 if real else SYSTEM_ID}
@@ -238,8 +239,6 @@ def _small_v41(tokenizer_files: dict[str, str], *, real: bool) -> Callable[[int,
 
 def _small_v4(tokenizer_files: dict[str, str], *, real: bool) -> Callable[[int, int], Dsv4Config]:
     """As `_small_v41`."""
-    from tokenizers import Tokenizer
-
     tokens = Tokenizer.from_str(tokenizer_files["tokenizer.json"]).get_vocab_size() if real else VOCAB_SIZE
 
     def with_experts(width: int, experts: int) -> Dsv4Config:
@@ -268,9 +267,9 @@ def _grown(with_experts: Callable, wanted_bytes: int):
         base = _folder_bytes(released_tensors(with_experts(width, few)))
         step = _folder_bytes(released_tensors(with_experts(width, few + 1))) - base
         experts = few + round((wanted_bytes - base) / step)
-        if experts <= MOST_EXPERTS or width == WIDTHS[-1]:
-            return with_experts(width, max(few, experts))
-    raise AssertionError("the last width takes any size")
+        if experts <= MOST_EXPERTS:
+            break
+    return with_experts(width, max(few, experts))  # the last width takes any size
 
 
 def _folder_bytes(tensors: Tensors) -> int:

@@ -61,9 +61,14 @@ class VerifyReport:
         """Note a problem."""
         self.problems.append(Problem(check, message, tensor, entry.file if entry else None))
 
+    def begin(self, check: str) -> None:
+        """Note that a check runs; some have several stages."""
+        if check not in self.checked:
+            self.checked.append(check)
+
     def attempt(self, check: str, function, *arguments):
         """Run a stage; its error becomes a problem and its result `None`."""
-        self.checked.append(check)
+        self.begin(check)
         try:
             return function(*arguments)
         except (ValueError, TypeError, OSError) as error:
@@ -163,7 +168,7 @@ def _check_total(files: dict[str, Path], total: int) -> None:
 
 
 def _check_tensors(report: VerifyReport, places: dict[str, Place], expected: dict) -> None:
-    report.checked.append("shapes and dtypes")
+    report.begin("shapes and dtypes")
     for name in sorted(expected.keys() - places.keys()):
         report.add("names", "is missing", tensor=name)
     for name in sorted(places.keys() - expected.keys()):
@@ -180,7 +185,7 @@ def _check_tensors(report: VerifyReport, places: dict[str, Place], expected: dic
 
 
 def _check_values(report: VerifyReport, tensors, entries: dict[str, TensorEntry], config, progress: bool) -> None:
-    report.checked.append("values")
+    report.begin("values")
     experts = config.get_text_config().n_routed_experts if config else None
     with tqdm(total=report.bytes, unit="B", unit_scale=True, desc="Values", disable=not progress) as bar:
         for name, entry in entries.items():

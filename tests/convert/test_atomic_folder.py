@@ -42,6 +42,18 @@ def test_an_empty_folder_is_taken_and_a_full_one_refused(tmp_path):
                 pytest.fail("the block must not run")
 
 
+def test_a_link_leads_to_its_folder_and_a_mount_point_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    with new_folder(tmp_path / "link", needed_bytes=1) as folder:
+        (folder / "file").touch()
+    assert (tmp_path / "disk" / "file").exists() and (tmp_path / "link").is_symlink()
+    (tmp_path / "volume").mkdir()
+    monkeypatch.setattr(atomic_folder.os.path, "ismount", lambda path: path == tmp_path / "volume")
+    with pytest.raises(OSError, match="volume is a mount point; accepted: a folder inside it"):
+        check_target(tmp_path / "volume", needed_bytes=1)
+
+
 def test_too_little_room_is_told_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(atomic_folder.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10**9}))
     check_target(tmp_path / "a" / "b", needed_bytes=10**9 - atomic_folder.SPARE_BYTES)

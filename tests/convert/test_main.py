@@ -29,6 +29,7 @@ def test_a_checkpoint_is_made_and_its_folder_printed(tmp_path, capsys, family):
     ("arguments", "message"),
     [
         (["--size", "much"], "size is 'much'; accepted: bytes, or a number with one of B, KB, MB, GB, TB."),
+        (["--size", "0.5B"], "size is '0.5B'; accepted: bytes, or a number with one of B, KB, MB, GB, TB."),
         (["--seed", "-1"], "seed is -1; accepted: an integer >= 0."),
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -276,6 +277,16 @@ def test_settings_that_differ_from_the_base_are_kept_and_told(tmp_path):
     assert load_json(tmp_path / "out" / "config.json") == before
 
 
+def test_a_setting_that_is_the_default_again_is_kept_and_told(tmp_path):
+    config, base = load_json(CHECKPOINT_V41 / "config.json"), tmp_path / "base"
+    shutil.copytree(CHECKPOINT_V41, base)
+    changed = config | {"text_config": config["text_config"] | {"indexer_loss_weight": 0.5}}
+    (base / "config.json").write_text(json.dumps(changed))
+    report = to_released(CHECKPOINT_V41, tmp_path / "out", base=base, progress=False)
+    assert report.config == ["text_config.indexer_loss_weight: 0.5 -> the default"]
+    assert load_json(tmp_path / "out" / "config.json") == config
+
+
 # ---- the command, its memory, and what it refuses --------------------------------------------------------------------------
 
 
@@ -295,6 +306,11 @@ def test_the_command_prints_what_it_did(trained, family, tmp_path, capsys):
     assert main(["released", str(saved), str(tmp_path / "out2"), "--max-shard-size", "lots"]) == 1
     assert main(["released", str(saved), str(tmp_path / "out")]) == 1
     assert "exists and is not an empty folder" in capsys.readouterr().err
+
+
+def test_shards_hold_a_byte_at_least(tmp_path):
+    with pytest.raises(ValueError, match="max_shard_bytes is 0; accepted: at least 1"):
+        to_released(CHECKPOINT_V41, tmp_path / "out", max_shard_bytes=0, progress=False)
 
 
 def _broken(edit, tmp_path):

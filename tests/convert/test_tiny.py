@@ -186,7 +186,7 @@ def test_planned_sizes_are_close_for_any_size(size, small):
     tensors = released_tensors(config)
     assert tiny._folder_bytes(tensors) == pytest.approx(wanted, rel=0.03)
     assert config.get_text_config().n_routed_experts <= tiny.MOST_EXPERTS
-    shards = plan_shards(tensors, part=shard_part)
+    shards = plan_shards(tensors, part=shard_part, max_bytes=tiny.SHARD_BYTES)
     assert sum(map(len, shards.values())) == len(tensors)
     assert all(payload_bytes({name: tensors[name] for name in names}) <= 2e9 for names in shards.values())
 
