@@ -145,15 +145,15 @@ def released_places(entries: dict[str, TensorEntry]) -> dict[str, Place]:
     Raises:
         ValueError: if names are unknown, or two are the same tensor; names tensor and file.
     """
-    unknown = {}
+    unknown = []
     for names in TABLES:
         ours = {stored: names.to_ours(stored) for stored in entries}
         missing = [stored for stored, name in ours.items() if name is None]
         if not missing:
             break
-        unknown[len(missing)] = missing
+        unknown.append(missing)
     else:
-        fewest = unknown[min(unknown)]
+        fewest = min(unknown, key=len)
         listed = ", ".join(f"{name} in {entries[name].file}" for name in fewest[:5])
         raise ValueError(f"{len(fewest)} tensors have no released name: {listed}.")
     places: dict[str, Place] = {}

@@ -64,8 +64,6 @@ WITHOUT_CODE = """
 Without `trust_remote_code=True` transformers opens its own class for `deepseek_v4`. It has neither this processor nor
 packed weights on CPU and older GPUs, where it expands them to BF16.
 """
-
-
 WORKS = """
 Packed weights stay packed in memory, on every device; experts and n-gram tables are memory-mapped and stay on the host.
 Greedy decoding, sampling, beams, padded batches, prompts in chunks and continued caches work; static, quantized and paged

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
 VOCAB_SIZE = 384
 
 # Ids 0, 1, ... in this order; special, normalized as in the released file. Ids 0 to 2 are the released ones.
@@ -44,8 +46,6 @@ When\tthe tab\tmeets the  double  space,\tthe space\n\nwins.
 
 def small_tokenizer_files() -> dict[str, str]:
     """Return the small tokenizer's files by name: `tokenizer.json` and `tokenizer_config.json`; the same every time."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

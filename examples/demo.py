@@ -28,6 +28,7 @@ from transformers import AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
+from convert.info import ModelSizes, size_text
 from convert.inventory import released_tensors
 from convert.shards import INDEX_NAME
 from convert.tiny import make_tiny
@@ -149,18 +150,6 @@ def resident_bytes() -> dict[str, int] | None:
     return {name: int(size) * 1024 for name, size in re.findall(r"^Rss(Anon|File):\s+(\d+) kB", status, re.MULTILINE)}
 
 
-def stored_bytes_per_token(config: Dsv41Config) -> float:
-    r"""Return what a packed cache grows by for every token, from the sizes in the configuration.
-
-    A source layer of ratio r stores one entry every r tokens: FP4 values with an E4M3 scale per 16, and an index key of
-    FP4 values with an E8M0 scale per 32. Windows do not grow. 890 bytes at the released sizes.
-    """
-    text = config.get_text_config()
-    entry = text.head_dim / 2 + text.head_dim / 16
-    key = text.index_head_dim / 2 + text.index_head_dim / 32
-    return sum((entry + key) / text.compress_ratios[layer] for layer in text.kv_source_layer_ids)
-
-
 # ---- measuring -------------------------------------------------------------------------------------------------------
 
 
@@ -236,12 +225,6 @@ def continue_passage(model, tokenizer, language: str, new_tokens: int = NEW_TOKE
     )
 
 
-def readable(size: float) -> str:
-    """Return bytes as "12.3 MB"."""
-    unit, name = next(((u, n) for u, n in ((1e9, "GB"), (1e6, "MB"), (1e3, "KB")) if abs(size) >= u), (1, "B"))
-    return f"{size / unit:,.1f} {name}"
-
-
 def measure(folder: Path, *, new_tokens: int = NEW_TOKENS) -> tuple[dict[str, str], list[Continuation]]:
     r"""Load a checkpoint and continue the passages.
 
@@ -265,15 +248,15 @@ def measure(folder: Path, *, new_tokens: int = NEW_TOKENS) -> tuple[dict[str, st
     results = [continue_passage(model, tokenizer, language, new_tokens) for language in PASSAGES]
     used = resident_bytes()
 
-    costs = {"weights on disk": readable(on_disk), "load": f"{seconds:.2f} s"}
+    costs = {"weights on disk": size_text(on_disk), "load": f"{seconds:.2f} s"}
     for name, kind in (("Anon", "anonymous"), ("File", "file pages, evictable")):
         if before and loaded and used:
-            grown = [readable(now[name] - before[name]) for now in (loaded, used)]
+            grown = [size_text(now[name] - before[name]) for now in (loaded, used)]
             costs[f"resident, {kind}"] = f"{grown[0]} after loading, {grown[1]} after the passages"
     measured = " / ".join(sorted({f"{result.bytes_per_token:,.1f}" for result in results}))
-    stored = stored_bytes_per_token(model.config)
+    stored = float(ModelSizes(model.config).cache().per_token)
     costs["cache, growth a token"] = f"{measured} B measured, {stored:,.1f} B by the sizes in config.json"
-    costs["cache, windows and state"] = readable(max(result.fixed_bytes for result in results))
+    costs["cache, windows and state"] = size_text(max(result.fixed_bytes for result in results))
     return costs, results
 
 
