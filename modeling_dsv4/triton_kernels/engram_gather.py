@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .number_formats import decode_e4m3, decode_e8m0
+from .number_formats import decode_e4m3, decode_e8m0, spread
 
 # Rows that one program gathers, and tokens whose memory it adds.
 ROWS = 16
@@ -33,8 +33,7 @@ def _gather_kernel(
     scale = tl.load(scales + row[:, None] * SCALES + s, inside & (s < SCALES), other=0)
     if scale.dtype == tl.uint8:
         scale = decode_e8m0(scale)
-    scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (COUNT, PADDED, BLOCK)), (COUNT, WIDTH))
-    found = tl.where(inside, decode_e4m3(codes) * scale, float("nan"))
+    found = tl.where(inside, decode_e4m3(codes) * spread(scale, COUNT, PADDED, BLOCK), float("nan"))
     written = (place < count)[:, None] & (column < DIM)
     tl.store(out + place.to(tl.int64)[:, None] * DIM + column, found.to(out.dtype.element_ty), written)
 

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .number_formats import decode_e2m1, decode_e8m0, relu_times, spread, unpack_e2m1
+from .number_formats import PLAIN, decode_e2m1, decode_e8m0, relu_times, spread, unpack_e2m1
 from .topk_selection import select_candidate_blocks, select_in_pool, select_topk
 
 # Scores that exist at once: 256 MB in bfloat16.
@@ -29,10 +29,10 @@ def _index_scores_kernel(
     tokens, columns, key_count, query_row, weight_row, key_row, scale_row, visible_row, pool_row, pool_token,
     HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr,
     POOL_BLOCK: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    ASM: tl.constexpr,
 ):  # fmt: skip
     """Scores of `TOKENS` queries for `CHUNK` columns: keys in order, or with `POOL_BLOCK` those of the query's pool."""
     dtype: tl.constexpr = queries.dtype.element_ty
+    ASM: tl.constexpr = dtype == tl.bfloat16 and not PLAIN
     # Packed keys are words of four channels.
     STEP: tl.constexpr = 4 if PACKED else 1
     WORDS: tl.constexpr = WIDTH // STEP
@@ -154,9 +154,7 @@ def index_scores(
         visible.stride(0), *of_pool[1:],
         HEADS=heads, HEADS_PADDED=padded, CHANNELS=channels,
         WIDTH=max(64 if packed else 16, triton.next_power_of_2(channels)), PACKED=packed, POOL_BLOCK=block_size,
-        TOKENS=group, BLOCK=block, CHUNK=chunk,
-        ASM=queries.is_cuda and torch.version.hip is None and queries.dtype == torch.bfloat16,
-        num_warps=warps, num_stages=stages,
+        TOKENS=group, BLOCK=block, CHUNK=chunk, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return scores
 

@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-# Without NVIDIA's instructions: under the interpreter, and on other devices, where operands are float32.
-_PLAIN: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret or torch.version.hip is not None)
+# Without NVIDIA's instructions, in integer arithmetic and float32 operands: under the interpreter and on other devices.
+PLAIN: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret or torch.version.hip is not None)
 
 
 @triton.jit
@@ -31,7 +31,15 @@ def decode_e8m0(code):
 @triton.jit
 def decode_e4m3(code):
     """Values of E4M3 bytes (uint8) as float32."""
-    return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    if PLAIN:
+        code = code.to(tl.int32)
+        bits = ((code & 0x7F) << 20) | ((code & 0x80) << 24)
+        # 2**120 is the difference of the exponents' biases.
+        value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+        value = tl.where((code & 0x7F) == 0x7F, float("nan"), value)
+    else:
+        value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    return value
 
 
 @triton.jit
@@ -46,11 +54,17 @@ def decode_e2m1(code):
 @triton.jit
 def round_to(x, dtype: tl.constexpr):
     """Round float32 to the values of `dtype`, to nearest even; still float32."""
-    if _PLAIN and dtype == tl.bfloat16:  # the interpreter's casts cut off
+    if PLAIN and dtype == tl.bfloat16:  # the interpreter's casts cut off
         bits = x.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
         return bits.to(tl.float32, bitcast=True)
     return x.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def cast(x, dtype: tl.constexpr):
+    """Float32 in `dtype`, rounded to nearest even."""
+    return round_to(x, dtype).to(dtype)
 
 
 @triton.jit
@@ -108,7 +122,7 @@ def round_fp8(x):
 @triton.constexpr_function
 def operand_dtype(dtype):
     """Dtype of the operands of a product with inputs of `dtype`: bfloat16, which holds rounded inputs exactly, or float32."""
-    return tl.bfloat16 if dtype == tl.bfloat16 and not _PLAIN.value else tl.float32
+    return tl.bfloat16 if dtype == tl.bfloat16 and not PLAIN.value else tl.float32
 
 
 # E2M1 bits are put where those of a bfloat16 2**126 too small lie, and multiplied by the scale times 2**94, so that
@@ -177,7 +191,7 @@ def operand_scale(code, FP4: tl.constexpr, DTYPE: tl.constexpr):
 @triton.jit
 def e2m1_operands(packed, scale):
     """Values of the low and of the high codes of bytes (uint8), times scale * 2**-126, in the dtype of the scale."""
-    if _PLAIN or scale.dtype == tl.float32:
+    if scale.dtype == tl.float32:
         small = scale * 1.1754943508222875e-38
         even, odd = decode_e2m1(packed & 15) * small, decode_e2m1(packed >> 4) * small
     else:
@@ -195,12 +209,8 @@ def e2m1_operands(packed, scale):
 @triton.jit
 def e4m3_operand(values, DTYPE: tl.constexpr):
     """Values of E4M3 bytes (uint8), in float32 or bfloat16."""
-    if _PLAIN or DTYPE == tl.float32:
-        code = values.to(tl.int32)
-        bits = ((code & 0x7F) << 20) | ((code & 0x80) << 24)
-        # 2**120 is the difference of the exponents' biases.
-        value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
-        operand = tl.where((code & 0x7F) == 0x7F, float("nan"), value)
+    if DTYPE == tl.float32:
+        operand = decode_e4m3(values)
     else:
         operand = tl.inline_asm_elementwise(
             _E4M3_TO_BFLOAT16, "=&r,=&r,r", [values], dtype=tl.bfloat16, is_pure=True, pack=4

@@ -11,22 +11,23 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
 from .expert_groups import Groups, group_pairs, tile_pairs
 from .number_formats import (
     FP4_SHORTFALL,
+    cast,
     e2m1_operands,
     e4m3_operand,
     operand_dtype,
     operand_scale,
     round_fp8,
     round_to,
+    spread,
 )
-from .packed_linear import swiglu
-from .packed_rows import RoundRows, multiply_rows, round_fp8_rows
+from .packed_linear import clamped_swiglu, swiglu
+from .packed_rows import RoundRows, Tile, multiply_rows, round_fp8_rows
 
 # Longer calls are cut: grouping compares all pairs of a call with each other, and results of pairs take memory.
 MAX_TOKENS = 8192
@@ -159,8 +160,7 @@ def _grouped_kernel(
         0,
     )
     at = out + pair[None, :].to(tl.int64) * N + n[:, None]
-    acc = round_to(acc, out.dtype.element_ty).to(out.dtype.element_ty)
-    tl.store(at, acc, mask=inside[None, :] & (n < N)[:, None])
+    tl.store(at, cast(acc, out.dtype.element_ty), mask=inside[None, :] & (n < N)[:, None])
 
 
 @triton.jit
@@ -212,8 +212,7 @@ def _transposed_kernel(
             mask=(n < N)[:, None] & (group < groups)[None, :],
             other=0,
         )
-        s = operand_scale(codes, FP4, DTYPE)
-        s = tl.reshape(tl.broadcast_to(s[:, :, None], [BN, GROUPS, PER_SCALE]), [BN, WIDTH])
+        s = spread(operand_scale(codes, FP4, DTYPE), BN, GROUPS, PER_SCALE)
         values = tl.load(grad + n[None, :], mask=inside[:, None] & (n < N)[None, :], other=0.0).to(DTYPE)
         if FP4:
             even, odd = e2m1_operands(packed, s)
@@ -225,8 +224,7 @@ def _transposed_kernel(
         acc = tl.interleave(acc, odd_acc) * FP4_SHORTFALL
     column = tl.program_id(0) * BK + tl.arange(0, BK)
     at = out + pair[:, None].to(tl.int64) * K + column[None, :]
-    acc = round_to(acc, out.dtype.element_ty).to(out.dtype.element_ty)
-    tl.store(at, acc, mask=inside[:, None] & (column < K)[None, :])
+    tl.store(at, cast(acc, out.dtype.element_ty), mask=inside[:, None] & (column < K)[None, :])
 
 
 @triton.jit
@@ -267,21 +265,6 @@ class _Matrices(NamedTuple):
         return self.fp4, *self.tile
 
 
-class _Tile(NamedTuple):
-    """Weight rows, input rows and columns of a tile, parts of K side by side, stages, and warps."""
-
-    bn: int
-    bm: int
-    bk: int
-    split: int
-    stages: int
-    warps: int
-
-    def of(self, k: int) -> tuple[int, ...]:
-        split = self.split if k % (self.split * self.bk) == 0 else 1
-        return self.bn, self.bm, self.bk, split, self.stages
-
-
 def _ordered(x: torch.Tensor, fp4: bool, block: int | None) -> torch.Tensor:
     """Rows as `multiply_rows` takes them, rounded if `block` is given."""
     if block is not None:
@@ -289,7 +272,7 @@ def _ordered(x: torch.Tensor, fp4: bool, block: int | None) -> torch.Tensor:
     return torch.cat([x[:, 0::2], x[:, 1::2]], dim=-1) if fp4 else x.contiguous()
 
 
-def _gate_up(x, stack: _Matrices, routing, groups: Groups, limit: float, block: int | None, tile: _Tile):
+def _gate_up(x, stack: _Matrices, routing, groups: Groups, limit: float, block: int | None, tile: Tile):
     """Hidden values `[P, I]` of all pairs, ordered and rounded for the product with down."""
     rows, k = stack.shape
     hidden = torch.empty(routing.numel(), rows // 2, dtype=x.dtype, device=x.device)
@@ -314,7 +297,7 @@ def _gate_up(x, stack: _Matrices, routing, groups: Groups, limit: float, block: 
     return hidden
 
 
-def _grouped(x, stack: _Matrices, groups: Groups, per_row: int, tile: _Tile, out: torch.Tensor):
+def _grouped(x, stack: _Matrices, groups: Groups, per_row: int, tile: Tile, out: torch.Tensor):
     """Fill `out` `[P, N]` with the products of ordered rows `x`, one for every `per_row` pairs."""
     n, k = stack.shape
     grid = triton.cdiv(n, tile.bn), len(groups.expert)
@@ -391,18 +374,18 @@ class _SumSlots(torch.autograd.Function):
         return grad.to(ctx.dtype).repeat_interleave(ctx.k, 0), None, None
 
 
-def _tiles(dtype: torch.dtype, tokens: int, pairs: int, experts: int, round_block: int) -> tuple[_Tile, _Tile]:
+def _tiles(dtype: torch.dtype, tokens: int, pairs: int, experts: int, round_block: int) -> tuple[Tile, Tile]:
     """Tiles of the two products, the fastest of those measured on an H200: for one token, for few a tile, for many."""
     rows = max(32, round_block)  # whole blocks of hidden channels, which are rounded together
     columns, warps = (256, 4) if rows == 32 else (128, 16)
     narrow = dtype == torch.bfloat16
     if tokens == 1:
-        return _Tile(rows, 1, columns, 2 if narrow and rows == 32 else 1, 3, warps), _Tile(16, 1, 256, 1, 3, 1)
+        return Tile(rows, 1, columns, 2 if narrow and rows == 32 else 1, 3, warps), Tile(16, 1, 256, 1, 3, 1)
     if pairs <= 4 * experts or not narrow:  # float32 has no matrix units and large operands
-        return _Tile(rows, 8, columns, 1, 3, warps), _Tile(64, 8, 256, 1, 3, 4)
+        return Tile(rows, 8, columns, 1, 3, warps), Tile(64, 8, 256, 1, 3, 4)
     if pairs <= 64 * experts:
-        return _Tile(max(64, rows), 64, 128, 1, 3, 4 if rows == 32 else 8), _Tile(128, 64, 128, 1, 3, 4)
-    return _Tile(max(64, rows), 128, 128, 1, 3, 8), _Tile(128, 128, 128, 1, 3, 8)
+        return Tile(max(64, rows), 64, 128, 1, 3, 4 if rows == 32 else 8), Tile(128, 64, 128, 1, 3, 4)
+    return Tile(max(64, rows), 128, 128, 1, 3, 8), Tile(128, 128, 128, 1, 3, 8)
 
 
 def packed_experts(
@@ -457,11 +440,9 @@ def packed_experts(
     groups = group_pairs(indices, experts, tile.bm)
     if trains:
         rounded = x if activation_block is None else RoundRows.apply(x, activation_block)
-        gate, up = _GroupedProduct.apply(rounded, first, groups, indices.shape[1], tile).float().chunk(2, dim=-1)
-        hidden = F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit) * weights.view(-1, 1)
-        hidden = (
-            hidden.to(x.dtype) if activation_block is None else RoundRows.apply(hidden.to(x.dtype), activation_block)
-        )
+        gate, up = _GroupedProduct.apply(rounded, first, groups, indices.shape[1], tile).chunk(2, dim=-1)
+        hidden = (clamped_swiglu(gate, up, limit) * weights.view(-1, 1)).to(x.dtype)
+        hidden = hidden if activation_block is None else RoundRows.apply(hidden, activation_block)
         return _SumSlots.apply(_GroupedProduct.apply(hidden, second, groups, 1, down_tile), indices, experts)
     # The rows of one token are rounded by each of their readers, which is less than a launch of its own.
     ordered = x.contiguous() if tile.bm == 1 and activation_block else _ordered(x, fp4, activation_block)

@@ -8,15 +8,13 @@ Sources: contract section 2, `modeling_dsv4/layers.py`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from .number_formats import round_to
-from .packed_rows import multiply_rows, round_fp8_rows, unpack_fp8_tiles
+from .number_formats import cast, round_to
+from .packed_rows import Tile, multiply_rows, round_fp8_rows, unpack_fp8_tiles
 
 # From this many rows on, unpacking a weight once for all of them is cheaper than once for every tile of rows.
 MANY_ROWS = 256
@@ -71,8 +69,7 @@ def _linear_kernel(
         ROUND_BLOCK,
     )
     at = out + (part * M + m)[None, :] * (GROUPS * N) + (group * N + n)[:, None]
-    acc = round_to(acc, out.dtype.element_ty).to(out.dtype.element_ty)
-    tl.store(at, acc, mask=(m < M)[None, :] & (n < N)[:, None])
+    tl.store(at, cast(acc, out.dtype.element_ty), mask=(m < M)[None, :] & (n < N)[:, None])
 
 
 @triton.jit
@@ -80,6 +77,11 @@ def swiglu(gate, up, limit):
     """silu(min(gate, limit)) * clamp(up, -limit, limit), float32."""
     gate = tl.minimum(gate, limit)
     return gate / (1 + tl.exp(-gate)) * tl.minimum(tl.maximum(up, -limit), limit)
+
+
+def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
+    """`swiglu` by PyTorch, float32."""
+    return F.silu(gate.float().clamp(max=limit)) * up.float().clamp(-limit, limit)
 
 
 @triton.jit
@@ -117,7 +119,7 @@ def _swiglu_kernel(
         up_weight, up_scale, row, tile_row, x, m, m < M,
         K, K, K, BN, BM, BK, SPLIT, STAGES, False, TILE_ROWS % BN == 0, TILE_COLS, ROUND_BLOCK,
     )  # fmt: skip
-    value = round_to(swiglu(round_to(gate, dtype), round_to(up, dtype), limit), dtype).to(dtype)
+    value = cast(swiglu(round_to(gate, dtype), round_to(up, dtype), limit), dtype)
     tl.store(out + m[None, :] * N + n[:, None], value, mask=(m < M)[None, :] & (n < N)[:, None])
 
 
@@ -127,20 +129,7 @@ def _sum_parts_kernel(parts, out, size, PARTS: tl.constexpr, BLOCK: tl.constexpr
     acc = tl.load(parts + at, mask=at < size, other=0.0)
     for part in tl.static_range(1, PARTS):
         acc += tl.load(parts + part * size + at, mask=at < size, other=0.0)
-    acc = round_to(acc, out.dtype.element_ty).to(out.dtype.element_ty)
-    tl.store(out + at, acc, mask=at < size)
-
-
-class Tile(NamedTuple):
-    """Weight rows, input rows and columns of a tile; parts of K side by side; stages, warps; parts of K apart."""
-
-    bn: int
-    bm: int
-    bk: int
-    split: int
-    stages: int
-    warps: int
-    parts: int
+    tl.store(out + at, cast(acc, out.dtype.element_ty), mask=at < size)
 
 
 class _PackedLinear(torch.autograd.Function):
@@ -182,12 +171,11 @@ def multiply_few(x, weight, scale, block_size, activation_block, tile: Tile | No
     # One row is rounded by each of its readers, which is less than a launch of its own.
     if activation_block is not None and m > 1:
         x, activation_block = round_fp8_rows(x, block=activation_block), None
-    bn, bm, bk, split, stages, warps, parts = tile or _choose_tile(x.dtype, m, n, k, groups)
-    parts = parts if k % (parts * bk) == 0 else 1
-    split = split if k % (parts * split * bk) == 0 else 1
+    tile = tile or _choose_tile(x.dtype, m, n, k, groups)
+    parts = tile.parts if k % (tile.parts * tile.bk) == 0 else 1
     out = torch.empty(m, groups, n, dtype=x.dtype, device=x.device)
     target = out if parts == 1 else torch.empty(parts, *out.shape, dtype=torch.float32, device=x.device)
-    _linear_kernel[triton.cdiv(n, bn), triton.cdiv(m, bm), groups * parts](
+    _linear_kernel[triton.cdiv(n, tile.bn), triton.cdiv(m, tile.bm), groups * parts](
         x,
         weight.view(torch.uint8),
         scale.view(torch.uint8),
@@ -197,15 +185,11 @@ def multiply_few(x, weight, scale, block_size, activation_block, tile: Tile | No
         groups,
         parts,
         k,
-        bn,
-        bm,
-        bk,
-        split,
-        stages,
-        block_size[0] % bn == 0 and (groups == 1 or n % block_size[0] == 0),
+        *tile.of(k // parts),
+        block_size[0] % tile.bn == 0 and (groups == 1 or n % block_size[0] == 0),
         *block_size,
         activation_block or 0,
-        num_warps=warps,
+        num_warps=tile.warps,
     )
     if parts > 1:
         _sum_parts_kernel[(triton.cdiv(out.numel(), 1024),)](target, out, out.numel(), parts, 1024, num_warps=4)
@@ -215,9 +199,9 @@ def multiply_few(x, weight, scale, block_size, activation_block, tile: Tile | No
 def _choose_tile(dtype: torch.dtype, m: int, n: int, k: int, groups: int) -> Tile:
     """The fastest of those measured on an H200 at the released sizes."""
     if m == 1 and n * groups >= 16384:
-        return Tile(32, 1, 256, 1, 3, 2, 1)
+        return Tile(32, 1, 256, 1, 3, 2)
     if m == 1:
-        return Tile(16, 1, 256, 4, 3, 4, 1) if k % 1024 == 0 else Tile(16, 1, 128, 2, 3, 2, 1)
+        return Tile(16, 1, 256, 4, 3, 4) if k % 1024 == 0 else Tile(16, 1, 128, 2, 3, 2)
     if m <= 16 or dtype != torch.bfloat16:  # float32 has no matrix units and large operands
         bn, bm, bk, warps = 32, min(16, triton.next_power_of_2(m)), 256, 2
     else:
@@ -282,12 +266,12 @@ def packed_swiglu(
     if m == 0 or m >= MANY_ROWS:
         settings = {"block_size": block_size, "activation_block": activation_block}
         g, u = packed_linear(x, gate, gate_scale, **settings), packed_linear(x, up, up_scale, **settings)
-        return (F.silu(g.float().clamp(max=limit)) * u.float().clamp(-limit, limit)).to(x.dtype)
+        return clamped_swiglu(g, u, limit).to(x.dtype)
     if activation_block is not None and m > 1:
         rows, activation_block = round_fp8_rows(rows, block=activation_block), None
     bm = min(16, triton.next_power_of_2(m))
-    bn, bk, split, stages, warps = 16, 128, max(1, min(8, 32 // bm)), 3, 8 if bm <= 4 else 4
-    split = split if k % (split * bk) == 0 else 1
+    tile = Tile(16, bm, 128, min(8, 32 // bm), 3, 8 if bm <= 4 else 4)
+    bn, bm, bk, split, stages = tile.of(k)
     out = torch.empty(m, n, dtype=x.dtype, device=x.device)
     grid = triton.cdiv(n, bn), triton.cdiv(m, bm)
     _swiglu_kernel[grid](
@@ -305,6 +289,6 @@ def packed_swiglu(
         stages,
         *block_size,
         activation_block or 0,
-        num_warps=warps if split > 1 else 1,
+        num_warps=tile.warps if split > 1 else 1,
     )
     return out.view(*x.shape[:-1], n)

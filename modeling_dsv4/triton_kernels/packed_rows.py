@@ -5,19 +5,45 @@ Sources: contract section 2, `modeling_dsv4/fp_codecs.py`.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from .number_formats import (
     FP4_SHORTFALL,
+    cast,
     e2m1_operands,
     e4m3_operand,
     operand_dtype,
     operand_scale,
     round_fp8,
-    round_to,
+    spread,
 )
+
+
+class Tile(NamedTuple):
+    """Weight rows, input rows and columns of a tile, parts of K side by side in it; stages, warps; parts of K apart."""
+
+    bn: int
+    bm: int
+    bk: int
+    split: int
+    stages: int
+    warps: int
+    parts: int = 1
+
+    def of(self, span: int) -> tuple[int, ...]:
+        """Return the first five, without a split where its parts of `span` columns would not be whole tiles."""
+        split = self.split if span % (self.split * self.bk) == 0 else 1
+        return self.bn, self.bm, self.bk, split, self.stages
+
+
+@triton.jit
+def _repeat(x, TIMES: tl.constexpr, SIZE: tl.constexpr):
+    """A vector `[SIZE]`, TIMES in a row."""
+    return tl.reshape(tl.broadcast_to(x[None, :], [TIMES, SIZE]), [TIMES * SIZE])
 
 
 @triton.jit
@@ -72,10 +98,8 @@ def multiply_rows(
     groups: tl.constexpr = tl.cdiv(K, TILE_COLS)
     row_part, column_part = tl.arange(0, ROWS) // BN, tl.arange(0, COLUMNS) // BM
     if SPLIT > 1:
-        rows = tl.reshape(tl.broadcast_to(rows[None, :], [SPLIT, BN]), [ROWS])
-        scale_rows = tl.reshape(tl.broadcast_to(scale_rows[None, :], [SPLIT, BN]), [ROWS])
-        x_rows = tl.reshape(tl.broadcast_to(x_rows[None, :], [SPLIT, BM]), [COLUMNS])
-        x_mask = tl.reshape(tl.broadcast_to(x_mask[None, :], [SPLIT, BM]), [COLUMNS])
+        rows, scale_rows = _repeat(rows, SPLIT, BN), _repeat(scale_rows, SPLIT, BN)
+        x_rows, x_mask = _repeat(x_rows, SPLIT, BM), _repeat(x_mask, SPLIT, BM)
     # Weights are unpacked into registers; from 64 columns on their matrix instruction wants them in shared memory.
     WIDE: tl.constexpr = COLUMNS >= 64
     FOLD: tl.constexpr = ONE_SCALE and not WIDE
@@ -116,7 +140,7 @@ def multiply_rows(
         if FOLD:
             values *= tl.reshape(tl.broadcast_to(s[:, None, :], [GROUPS, PER_SCALE, COLUMNS]), [BK, COLUMNS])
         else:
-            s = tl.reshape(tl.broadcast_to(s[:, :, None], [ROWS, GROUPS, PER_SCALE]), [ROWS, WIDTH])
+            s = spread(s, ROWS, GROUPS, PER_SCALE)
         if FP4:
             even, odd = e2m1_operands(packed, s)
             acc = _multiply(even, values, acc, WIDE)
@@ -140,7 +164,7 @@ def _round_kernel(x, out, K, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SPLIT: t
     row = tl.program_id(0).to(tl.int64) * K
     column = (tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS))[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     value = round_fp8(tl.load(x + row + column, mask=column < K, other=0.0).to(tl.float32))
-    value = round_to(value, dtype).to(dtype)
+    value = cast(value, dtype)
     if SPLIT:
         even, odd = tl.split(tl.reshape(value, [BLOCKS * BLOCK // 2, 2]))
         pair = tl.program_id(1) * (BLOCKS * BLOCK // 2) + tl.arange(0, BLOCKS * BLOCK // 2)
@@ -162,11 +186,9 @@ def _unpack_kernel(
     group = tl.program_id(1) * (BK // TILE_COLS) + tl.arange(0, BK // TILE_COLS)[None, :]
     groups = tl.cdiv(K, TILE_COLS)
     codes = tl.load(scale + (n // TILE_ROWS) * groups + group, mask=(n < N) & (group < groups), other=0)
-    s = tl.broadcast_to(operand_scale(codes, False, DTYPE)[:, :, None], [BN, BK // TILE_COLS, TILE_COLS])
-    value = round_to((e4m3_operand(packed, DTYPE) * tl.reshape(s, [BN, BK])).to(tl.float32), out.dtype.element_ty).to(
-        out.dtype.element_ty
-    )
-    tl.store(out + n * K + k, value, mask=mask)
+    s = spread(operand_scale(codes, False, DTYPE), BN, BK // TILE_COLS, TILE_COLS)
+    value = (e4m3_operand(packed, DTYPE) * s).to(tl.float32)
+    tl.store(out + n * K + k, cast(value, out.dtype.element_ty), mask=mask)
 
 
 def round_fp8_rows(x: torch.Tensor, *, block: int = 32, split: bool = False) -> torch.Tensor:

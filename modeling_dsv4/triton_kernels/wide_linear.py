@@ -14,6 +14,7 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from .number_formats import operand_dtype
+from .packed_rows import Tile
 
 FEW_ROWS = 64
 
@@ -68,13 +69,11 @@ def _few_rows(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     (m, k), n = rows.shape, len(weight)
     out = torch.empty(m, n, dtype=torch.float32, device=rows.device)
     if n >= 4096:
-        bn, bm, bk, split, stages, warps = 64, max(16, triton.next_power_of_2(m)), 128, 1, 4, 4
+        tile = Tile(64, max(16, triton.next_power_of_2(m)), 128, 1, 4, 4)
     else:
-        bn, bm, bk, split, stages, warps = 16, min(16, triton.next_power_of_2(m)), 128, 8 if m <= 4 else 4, 3, 4
-    split = split if k % (split * bk) == 0 else 1
-    _wide_kernel[triton.cdiv(m, bm), triton.cdiv(n, bn)](
-        rows, weight, out, m, n, k, bn, bm, bk, split, stages, num_warps=warps
-    )
+        tile = Tile(16, min(16, triton.next_power_of_2(m)), 128, 8 if m <= 4 else 4, 3, 4)
+    grid = triton.cdiv(m, tile.bm), triton.cdiv(n, tile.bn)
+    _wide_kernel[grid](rows, weight, out, m, n, k, *tile.of(k), num_warps=tile.warps)
     return out
 
 
