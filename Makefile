@@ -7,8 +7,8 @@ CKPT ?=
 
 .PHONY: demo test quality style clean
 
-# torch goes first: packages that only ask for "torch" must find the pinned one. For the
-# tests of the kernels, Triton runs on the CPU, and `kernels` loads a local folder; what else they ask for is not used.
+# torch goes first: packages that only ask for "torch" must find the pinned one. For the tests of the kernels, Triton runs on
+# the CPU, and `kernels` loads a local folder; what else they ask for is not used.
 $(VENV)/.ready: constraints.txt setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch

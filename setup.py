@@ -44,5 +44,5 @@ setup(
         "numpy",
         "tqdm",
     ],
-    extras_require={"test": TEST, "plots": ["matplotlib"], "kernels": ["kernels>=0.17", "triton>=3.4"]},
+    extras_require={"test": TEST, "plots": ["matplotlib"], "kernels": ["kernels>=0.17", "triton>=3.6"]},
 )

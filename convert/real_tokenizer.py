@@ -3,7 +3,7 @@
 That package ships the V4 files. V4.1 renames nine added tokens in one of them; the rebuilt text is the released file to
 the byte, and its digest is checked before it is handed out.
 
-Source: the processor specification, section 0 (digests published with the two checkpoints).
+Source of the digests: the files that were published with the two checkpoints.
 """
 
 from __future__ import annotations

@@ -43,7 +43,6 @@ from modeling_dsv4.training import (
 OWN_FOLDER = Path(__file__).resolve().parents[1] / ".demo" / "digits"
 QUESTION = "Which digit?"
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-OPTIMIZERS = ("muon", "adamw")
 LEARNING_RATES = {"muon": 4e-3, "adamw": 2e-3}
 STEPS, BATCH = 450, 16
 BIAS_SPEED = 1e-2  # ten times the report's: there are hundreds of steps, not millions
@@ -282,7 +281,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run it; 0 when done, 1 when the digits are not installed."""
     parser = argparse.ArgumentParser(prog="python -m examples.digits", description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--optimizer", choices=OPTIMIZERS, default="muon", help="default: muon, with Sinkhorn for tables"
+        "--optimizer", choices=tuple(LEARNING_RATES), default="muon", help="default: muon, with Sinkhorn for tables"
     )
     parser.add_argument("--steps", type=positive, default=STEPS, metavar="N", help=f"default: {STEPS}")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
@@ -291,7 +290,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.disable_progress_bar()
     runs = [(arguments.optimizer, arguments.seed)]
     if arguments.compare:
-        runs = [(optimizer, seed) for seed in range(3) for optimizer in OPTIMIZERS]
+        runs = [(optimizer, seed) for seed in range(3) for optimizer in LEARNING_RATES]
     try:
         for optimizer, seed in runs:
             with TemporaryDirectory() as temporary:
