@@ -235,6 +235,8 @@ def _processor(files: dict[str, Path]) -> Dsv41Processor:
     with tempfile.TemporaryDirectory() as folder:
         for name in PROCESSOR_FILES:
             if name in files:
+                if name.endswith("_config.json"):
+                    read_json(files[name])  # what transformers says of a broken one does not name it
                 shutil.copyfile(files[name], Path(folder) / name)
         return Dsv41Processor.from_pretrained(folder)
 

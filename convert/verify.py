@@ -251,7 +251,10 @@ def _check_hub(report: VerifyReport, path: Path, released: dict) -> None:
         if not (path / name).is_file():
             report.add("hub files", f"{name} is missing")
     content = read_json(path / CONFIG_NAME)
-    for door, reference in (content.pop("auto_map", None) or {}).items():
+    doors = content.pop("auto_map", None)
+    if not isinstance(doors, dict):
+        raise ValueError(f"{CONFIG_NAME}: auto_map is {doors!r:.200}; accepted: classes by the names of Auto classes.")
+    for door, reference in doors.items():
         code = f"{str(reference).split('.')[0]}.py"
         if not (path / code).is_file():
             report.add("hub files", f"auto_map names {code} for {door}, which is missing")

@@ -224,6 +224,10 @@ def _broken_card(folder):
     (folder / "README.md").write_text("---\na: [\n---\n")
 
 
+def _list_for_settings(folder):
+    (folder / "tokenizer_config.json").write_text("[]")
+
+
 def _other_tokenizer(folder):
     file = load_json(folder / "tokenizer.json")
     file["added_tokens"].append(file["added_tokens"][-1] | {"id": 384, "content": "<new>"})
@@ -239,6 +243,7 @@ def _other_tokenizer(folder):
         (_cut_shard, "truncated"),
         (_other_model, "model_type is 'llama'; accepted: deepseek_v41, deepseek_v4"),
         (_broken_card, "README.md has broken front matter"),
+        (_list_for_settings, "tokenizer_config.json holds a list; accepted: a JSON object"),
         (_other_tokenizer, "tokenizer.json does not fit .*385 tokens"),
     ],
     ids=lambda value: getattr(value, "__name__", None),

@@ -145,6 +145,8 @@ def test_what_hub_wrote_is_compared_with_what_was_released(tmp_path):
         "auto_map names elsewhere.py for AutoModel, which is missing",
         "config.json differs from original/config.json in image_token_id",
     ]
+    (path / "config.json").write_text(json.dumps(config | {"auto_map": ["elsewhere.Model"]}))
+    assert "auto_map is ['elsewhere.Model']; accepted: classes by" in found(path)["hub files"][1]
     assert len(problems["hash constants"]) == 2  # the stored map and the tokenizer's
 
 
