@@ -373,6 +373,8 @@ class Dsv41Processor(ProcessorMixin):
         if unknown:
             raise ValueError(f"these options do not apply to conversations: {unknown}; use {list(_CHAT_TEXT_NAMES)}")
         features, counts = self._load_images(prompts, beside, images_kwargs)
+        if self._encoder.tokenizer is not self.tokenizer:  # the tokenizer was replaced, or the processor copied
+            self._encoder = PieceEncoder(self.tokenizer)
         encoded = [self._encoder.encode(prompt.pieces) for prompt in prompts]
         extra = {"assistant_masks": [mask for _, mask in encoded]} if with_mask else {}
         return self._collate([ids for ids, _ in encoded], extra, counts, features, text_options, return_tensors)

@@ -1,5 +1,6 @@
 """The processor: token ids, images in conversations, masks, batches, answers, loading and saving."""
 
+import copy
 import hashlib
 import json
 import subprocess
@@ -11,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoProcessor
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoProcessor, PreTrainedTokenizerFast
 from transformers.dynamic_module_utils import get_imports, get_relative_import_files
 from transformers.tokenization_utils_base import TruncationStrategy
 
@@ -222,6 +225,12 @@ def test_token_types(processor):
 def test_refused_arguments(processor, messages, options, error, match):
     with pytest.raises(error, match=match):
         processor.apply_chat_template(messages, **options)
+
+
+def test_a_tokenizer_that_is_put_in_later_encodes(processor):
+    changed = copy.deepcopy(processor)
+    changed.tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"x": 7}, unk_token="x")))
+    assert set(changed.apply_chat_template([USER], tokenize=True)[0]) == {7}
 
 
 def test_truncation(processor):
