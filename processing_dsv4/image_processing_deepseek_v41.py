@@ -136,24 +136,23 @@ class Dsv41ImageProcessor(PilBackend):
             return [self.fetch_images(item) for item in image_url_or_urls]
         return open_image(image_url_or_urls, self.max_side, self.max_bytes, bool(self.apply_exif_orientation))
 
-    def get_resized_size(self, height: int, width: int, detail: str = "high", **settings) -> tuple[int, int]:
+    def get_resized_size(self, height: int, width: int, images_kwargs: dict | None = None) -> tuple[int, int]:
         """Return the (height, width) in pixels to which an image of this size is resized."""
-        plan = self._plan(height, width, detail, self._settings(settings))[1]
+        settings = self._settings(images_kwargs or {})
+        plan = self._plan(height, width, settings["detail"] or "high", settings)[1]
         return plan.height, plan.width
 
     def get_number_of_image_patches(self, height: int, width: int, images_kwargs: dict | None = None) -> int:
         """Return how many patches an image of this size gives. Part of the interface that vLLM uses."""
-        settings = self._settings(images_kwargs or {})
-        plan = self._plan(height, width, settings["detail"] or "high", settings)[1]
-        return (plan.height // settings["patch_size"]) * (plan.width // settings["patch_size"])
+        patch_size = self._settings(images_kwargs or {})["patch_size"]
+        height, width = self.get_resized_size(height, width, images_kwargs)
+        return (height // patch_size) * (width // patch_size)
 
     def get_number_of_image_tokens(self, height: int, width: int, images_kwargs: dict | None = None) -> int:
         """Return how many prompt tokens an image of this size takes, newline, start and end tokens included."""
         settings = self._settings(images_kwargs or {})
-        plan = self._plan(height, width, settings["detail"] or "high", settings)[1]
-        return count_image_tokens(
-            *cell_grid(plan.height, plan.width, settings["patch_size"], settings["downsample_ratio"])
-        )
+        size = self.get_resized_size(height, width, images_kwargs)
+        return count_image_tokens(*cell_grid(*size, settings["patch_size"], settings["downsample_ratio"]))
 
     def _settings(self, overrides: Mapping) -> dict:
         return {name: overrides.get(name, getattr(self, name)) for name in self._valid_kwargs_names}

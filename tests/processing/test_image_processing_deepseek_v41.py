@@ -45,7 +45,9 @@ def test_goldens(image_processor, image):
 def test_detail_levels(image_processor, image):
     size = image["height"], image["width"]
     for detail, official in image["official"].items():
-        assert image_processor.get_resized_size(*size, detail=detail) == (official["height"], official["width"])
+        expected = official["height"], official["width"]
+        assert image_processor.get_resized_size(*size, {"detail": detail}) == expected
+        assert type(image_processor)(detail=detail).get_resized_size(*size) == expected
         assert image_processor.get_number_of_image_tokens(*size, {"detail": detail}) == official["image_tokens"]
         out = image_processor(str(IMAGES / image["file"]), detail=detail, return_tensors="np")
         grid = official["height"] // 14, official["width"] // 14
