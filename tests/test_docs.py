@@ -95,6 +95,23 @@ def test_what_the_readme_says_of_transformers_is_so(monkeypatch):
     assert settings.dequantize
 
 
+def test_the_page_of_kernels_lists_each_and_its_gradient():
+    pytest.importorskip("triton")
+    from modeling_dsv4 import triton_kernels
+
+    table = (
+        (ROOT / "docs" / "kernels.md")
+        .read_text(encoding="utf-8")
+        .partition("## What there is")[2]
+        .partition("\n## ")[0]
+    )
+    rows = re.findall(r"^\| (`.+`) \| .* \| *(.*?) *\|$", table, re.MULTILINE)
+    listed = {name: gradient for names, gradient in rows for name in re.findall(r"`(\w+)`", names)}
+    assert sorted(listed) == sorted(triton_kernels.__all__)
+    for name, gradient in listed.items():
+        assert hasattr(getattr(triton_kernels, name), "has_backward") == (gradient not in ("no", "")), name
+
+
 def test_nothing_of_a_machine_is_in_the_repository():
     """Tracked text files name no absolute home or work folder."""
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
