@@ -10,14 +10,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 from transformers import AutoProcessor, TextStreamer
 from transformers.utils import logging
 
 import processing_dsv4  # noqa: F401  (registers the processor)
-from examples.demo import own_checkpoint
+from examples.demo import given_or_own
 from examples.image_demo import positive
 from modeling_dsv4 import Dsv41ForConditionalGeneration
 
@@ -64,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     logging.disable_progress_bar()
     try:
-        folder = Path(arguments.checkpoint) if arguments.checkpoint else own_checkpoint()
+        folder = given_or_own(arguments.checkpoint)
         processor = AutoProcessor.from_pretrained(folder)
         model = Dsv41ForConditionalGeneration.from_pretrained(folder, dtype="auto").eval()
         options = {"new_tokens": arguments.new_tokens, "thinks": arguments.think}

@@ -32,7 +32,7 @@ from convert.info import ModelSizes, size_text
 from convert.inventory import released_tensors
 from convert.shards import INDEX_NAME
 from convert.tiny import make_tiny
-from examples.image_demo import ask_all, picture_table, positive
+from examples.image_demo import ask_all, checkpoint_folder, picture_table, positive
 from modeling_dsv4 import Dsv4Cache, Dsv41Config, Dsv41ForCausalLM
 from modeling_dsv4.checkpoint_map import map_checkpoint
 
@@ -141,6 +141,11 @@ def own_checkpoint(folder: Path = OWN_CHECKPOINT) -> Path:
     return make_tiny(folder, tokenizer="real")
 
 
+def given_or_own(path: str | None) -> Path:
+    """Return the checkpoint of a command line, the demo's own if it names none; `OSError` if it is none."""
+    return own_checkpoint() if path is None else checkpoint_folder(path)
+
+
 def resident_bytes() -> dict[str, int] | None:
     """Return the anonymous and the file-backed resident bytes of this process; `None` where /proc does not tell."""
     try:
@@ -238,8 +243,7 @@ def measure(folder: Path, *, new_tokens: int = NEW_TOKENS) -> tuple[dict[str, st
     Raises:
         OSError, ValueError: if the folder is not such a checkpoint; names file and tensor.
     """
-    if not (folder / "config.json").is_file():  # anything else would be looked up on the Hub
-        raise OSError(f"{folder} has no config.json; accepted: a folder in the released layout.")
+    checkpoint_folder(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     on_disk = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     before, start = resident_bytes(), time.perf_counter()
@@ -284,7 +288,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     logging.disable_progress_bar()
     try:
-        folder = Path(arguments.checkpoint) if arguments.checkpoint else own_checkpoint()
+        folder = given_or_own(arguments.checkpoint)
         print(f"{folder}\n")
         print(table(*measure(folder, new_tokens=arguments.new_tokens)))
         if Dsv41Config.from_pretrained(folder).vision_config is not None:

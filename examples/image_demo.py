@@ -36,6 +36,14 @@ def positive(text: str) -> int:
     return number
 
 
+def checkpoint_folder(path: str | Path) -> Path:
+    """Return a folder with a config.json; `OSError` for another name, which transformers would look up on the Hub."""
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        raise OSError(f"{folder} has no config.json; accepted: a folder in the released layout.")
+    return folder
+
+
 @dataclass
 class PictureAnswer:
     """What one photograph gave: sizes in pixels, patches and prompt tokens, times in seconds, and the answer."""
@@ -123,8 +131,7 @@ def ask_all(folder: Path, *, new_tokens: int = NEW_TOKENS) -> list[PictureAnswer
     Raises:
         OSError, ValueError: if the folder is not such a checkpoint, or scikit-learn is not installed.
     """
-    if not (folder / "config.json").is_file():  # anything else would be looked up on the Hub
-        raise OSError(f"{folder} has no config.json; accepted: a folder in the released layout.")
+    checkpoint_folder(folder)
     images = photographs()
     processor = AutoProcessor.from_pretrained(folder)
     model = Dsv41ForConditionalGeneration.from_pretrained(folder, dtype="auto").eval()

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoTokenizer
 from transformers.utils import logging
 
-from examples.demo import own_checkpoint
+from examples.demo import given_or_own
 from modeling_dsv4 import Dsv41ForCausalLM
 
 TEXT = (
@@ -169,7 +169,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     logging.disable_progress_bar()
     try:
-        folder = Path(arguments.checkpoint) if arguments.checkpoint else own_checkpoint()
+        folder = given_or_own(arguments.checkpoint)
         tokenizer = AutoTokenizer.from_pretrained(folder)
         inside = look(Dsv41ForCausalLM.from_pretrained(folder, dtype="auto").eval(), tokenizer, arguments.text)
         print(report(inside))

@@ -22,7 +22,7 @@ from transformers import AutoProcessor, set_seed
 from transformers.utils import logging
 
 import processing_dsv4  # noqa: F401  (registers the processor)
-from examples.demo import own_checkpoint
+from examples.demo import given_or_own
 from examples.image_demo import PHOTOGRAPHS, photographs, positive
 from modeling_dsv4 import Dsv41ForConditionalGeneration
 from modeling_dsv4.training import Dsv4DataCollator, Dsv4OptimizerFactory, lora_layers
@@ -126,7 +126,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.disable_progress_bar()
     set_seed(0)
     try:
-        folder = Path(arguments.checkpoint) if arguments.checkpoint else own_checkpoint()
+        folder = given_or_own(arguments.checkpoint)
         processor, base = AutoProcessor.from_pretrained(folder), load(folder)
         examples = conversations()
         before = [answer(base, processor, example) for example in examples]

@@ -23,7 +23,7 @@ from transformers.utils.import_utils import is_serve_available
 
 import modeling_dsv4  # noqa: F401  (registers the models)
 import processing_dsv4  # noqa: F401  (registers the processor)
-from examples.demo import own_checkpoint
+from examples.demo import given_or_own
 from examples.image_demo import positive
 
 
@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     logging.disable_progress_bar()
     try:
-        folder = Path(arguments.checkpoint) if arguments.checkpoint else own_checkpoint()
+        folder = given_or_own(arguments.checkpoint)
         app = build_app(folder, thinks=arguments.think, trust_remote_code=arguments.trust_remote_code)
     except (OSError, ValueError) as error:
         print(f"serve: {error}", file=sys.stderr)

@@ -1,5 +1,6 @@
 """`make demo` on a small checkpoint: what it prints, where passages come from, and how it treats broken folders."""
 
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,12 @@ def test_chinese_passages_are_chinese():
             continue
         chinese = sum("\u4e00" <= character <= "\u9fff" for character in text)
         assert chinese > 0.6 * len(text)
+
+
+@pytest.mark.parametrize("example", ["chat", "demo", "inspect_model", "lora", "serve"])
+def test_a_name_that_is_no_folder_is_not_looked_up_on_the_hub(example, tmp_path, capsys):
+    assert import_module(f"examples.{example}").main([str(tmp_path / "nothing")]) == 1
+    assert "nothing has no config.json; accepted: a folder in the released layout" in capsys.readouterr().err
 
 
 def test_its_own_checkpoint_is_made_once_and_again_when_broken(tmp_path, monkeypatch, capsys):
