@@ -487,6 +487,14 @@ def check_cache(cache, config=None) -> None:
             )
 
 
+def check_empty(cache, learner: str) -> None:
+    """Raise a `ValueError` if `cache` holds tokens: what is being trained, `learner`, reads whole rows."""
+    if cache is not None and cache.get_seq_length():
+        raise ValueError(
+            f"cache holds {cache.get_seq_length()} tokens while {learner} is trained; accepted: an empty one."
+        )
+
+
 def cache_codecs(config, kv_format: str = "float") -> dict[str, CacheCodec]:
     r"""Return the codec of each kind of value for a text configuration.
 

@@ -21,6 +21,7 @@ from torch.func import functional_call
 
 from .cache import cache_codecs
 from .dspark import Dsv4DSpark
+from .sequence_layout import read_attention_mask
 
 STAGES = ("frozen", "joint")
 
@@ -93,10 +94,8 @@ class DraftBatch(NamedTuple):
     @classmethod
     def make(cls, ids, labels, attention_mask=None, position_ids=None) -> DraftBatch:
         """Read a batch from the arguments of `forward`; positions count the real tokens of a row unless given."""
-        if attention_mask is not None and attention_mask.ndim == 2:
-            real = attention_mask.bool()
-        else:
-            real = torch.ones_like(ids, dtype=torch.bool)
+        real = read_attention_mask(attention_mask, *ids.shape, 0, None)
+        real = torch.ones_like(ids, dtype=torch.bool) if real is None else real
         positions = (real.cumsum(-1) - 1).clamp(min=0) if position_ids is None else position_ids.expand_as(ids)
         return cls(ids, labels, positions, real)
 

@@ -10,7 +10,6 @@ Sources: V4.1 report section 2, V4 report section 2, contract sections 4 and spe
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -25,7 +24,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 
 from .attention import Dsv4Attention, Dsv4Compressor, LayerContext, SharedState
 from .balance_loss import mean_over_labels
-from .cache import Dsv4Cache, check_cache
+from .cache import Dsv4Cache, check_cache, check_empty
 from .capture import OutputCapture, Wanted
 from .decode_graph import DecodeGraph
 from .decoder import Dsv4DecoderLayer, StreamState
@@ -487,32 +486,44 @@ class CausalHead:
         """What `generate` decodes with over a cache of fixed capacity on a GPU: a CUDA graph, or what a config compiles."""
         return DecodeGraph(self) if compile_config is None else super().get_compiled_call(compile_config)
 
-    @contextmanager
-    def _backbone_forward(self, labels, shift_labels=None):
-        """Run the backbone as the training of a drafter wants it: yields arguments, records no gradient if it is frozen."""
-        trains_drafter = self.draft_training is not None and self.training
-        if trains_drafter and labels is None and shift_labels is not None:
-            raise ValueError("shift_labels came without labels while a drafter is trained; accepted: labels.")
-        trains_drafter = trains_drafter and labels is not None
-        frozen = trains_drafter and self.draft_training.stage == "frozen"
+    def _run(self, inputs: dict, labels, logits_to_keep, num_items_in_batch) -> Dsv4CausalLMOutput:
+        """Run the model on `inputs`, the other arguments of `forward`, and put the head and the losses on."""
+        shift_labels = inputs.pop("shift_labels", None)
+        if labels is not None and isinstance(logits_to_keep, int) and 0 < logits_to_keep < labels.shape[1]:
+            raise ValueError(f"logits_to_keep is {logits_to_keep} with labels; accepted: 0, which keeps all logits.")
+        drafting = self._draft_training_of(inputs, labels, shift_labels)
+        inputs |= {"logits_to_keep": logits_to_keep, "return_dict": True, **self._loss_inputs(labels, shift_labels)}
+        if drafting is not None:
+            inputs["output_draft_features"] = True
+        labels = self._within_documents(labels, inputs["position_ids"])
+        frozen = drafting is not None and drafting.stage == "frozen"
         with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
-            yield {"output_draft_features": True} if trains_drafter else {}
-
-    def _add_draft_losses(self, result, input_ids, labels, attention_mask, position_ids, num_items_in_batch):
-        """Add the losses of the drafter, if it is trained, to a result; with a frozen backbone they are all its loss."""
-        settings = self.draft_training
-        if settings is None or not self.training or labels is None:
-            return result
-        if input_ids is None:
-            raise ValueError("input_ids is None while a drafter is trained; accepted: the ids of inputs_embeds.")
-        batch = DraftBatch.make(input_ids, labels, attention_mask, position_ids)
-        shared = detached(self.get_input_embeddings()), detached(self.lm_head)
-        inputs = result.draft_features, result.logits.detach(), batch, sample_anchors(batch, settings.anchors)
-        result.draft_losses = draft_losses(self.drafter, *shared, *inputs, num_items_in_batch)
-        if settings.stage == "frozen":
-            result.loss, result.loss_parts = None, None
-        result.add_loss("draft", settings.total(result.draft_losses))
+            outputs = self.model(**inputs)
+            result = self._add_head(outputs, labels, logits_to_keep, num_items_in_batch, shift_labels)
+        if drafting is not None:
+            self._add_draft_losses(result, drafting, inputs, labels, num_items_in_batch)
         return result
+
+    def _draft_training_of(self, inputs: dict, labels, shift_labels) -> DraftTraining | None:
+        """How this call trains the drafter, `None` if it does not."""
+        if self.draft_training is None or not self.training or (labels is None and shift_labels is None):
+            return None
+        if labels is None:
+            raise ValueError("shift_labels came without labels while a drafter is trained; accepted: labels.")
+        if inputs["input_ids"] is None:
+            raise ValueError("input_ids is None while a drafter is trained; accepted: the ids of inputs_embeds.")
+        check_empty(inputs["cache"], "a drafter")
+        return self.draft_training
+
+    def _add_draft_losses(self, result, drafting: DraftTraining, inputs: dict, labels, num_items_in_batch) -> None:
+        """Add the losses of the drafter to a result; with a frozen backbone they are all its loss."""
+        batch = DraftBatch.make(inputs["input_ids"], labels, inputs["attention_mask"], inputs["position_ids"])
+        shared = detached(self.get_input_embeddings()), detached(self.lm_head)
+        read = result.draft_features, result.logits.detach(), batch, sample_anchors(batch, drafting.anchors)
+        result.draft_losses = draft_losses(self.drafter, *shared, *read, num_items_in_batch)
+        if drafting.stage == "frozen":
+            result.loss, result.loss_parts = None, None
+        result.add_loss("draft", drafting.total(result.draft_losses))
 
     def _put_head_on(self, model: nn.Module) -> None:
         """Finish a class: its model, the prediction head, initial weights, and the options of `generate`."""

@@ -14,7 +14,7 @@ from torch import nn
 from transformers.utils import can_return_tuple
 from transformers.utils.deprecation import deprecate_kwarg
 
-from .cache import Dsv4Cache
+from .cache import Dsv4Cache, check_empty
 from .configuration_common import check_drafter
 from .configuration_deepseek_v4 import Dsv4Config
 from .drafter_loading import LoadsDrafter
@@ -110,47 +110,22 @@ class Dsv4ForCausalLM(LoadsDrafter, CausalHead, Dsv4PreTrainedModel, Dsv4Generat
             logits_to_keep (`int` or index tensor, *optional*, defaults to 0): last positions with logits, 0 = all.
             num_items_in_batch (*optional*): labels of the whole batch, when this call is a part of it; divides the loss.
         """
-        shift_labels = kwargs.pop("shift_labels", None)
-        next_labels = self._within_documents(labels, position_ids)
-        has_labels = labels is not None or shift_labels is not None
-        with_mtp = has_labels and self.training and self.config.has_mtp
-        if with_mtp:
-            self._check_mtp(input_ids, cache)
-        with_streams = with_mtp or kwargs.get("output_streams", False)
-        with self._backbone_forward(labels, shift_labels) as extra:
-            outputs = self.model(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                cache=cache,
-                inputs_embeds=inputs_embeds,
-                use_cache=use_cache,
-                logits_to_keep=logits_to_keep,
-                **(
-                    kwargs
-                    | extra
-                    | {"return_dict": True, "output_streams": with_streams}
-                    | self._loss_inputs(labels, shift_labels)
-                ),
-            )
-            result = self._add_head(outputs, next_labels, logits_to_keep, num_items_in_batch, shift_labels)
-        if with_mtp:
-            targets = self._mtp_targets(labels, shift_labels, position_ids)
-            inputs = outputs.streams, input_ids, attention_mask, position_ids
-            result.mtp_loss = self._mtp_loss(inputs, targets, num_items_in_batch)
-            result.add_loss("mtp", result.mtp_loss, self.config.mtp_loss_weight)
-        given = input_ids, next_labels, attention_mask, position_ids, num_items_in_batch
-        return self._add_draft_losses(result, *given)
-
-    @staticmethod
-    def _check_mtp(input_ids, cache) -> None:
-        """The layer reads whole rows and their token ids; it has no cache of its own."""
+        inputs = {
+            "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids, "cache": cache,
+            "inputs_embeds": inputs_embeds, "use_cache": use_cache, **kwargs,
+        }  # fmt: skip
+        shift_labels = kwargs.get("shift_labels")
+        if not (self.training and self.config.has_mtp) or (labels is None and shift_labels is None):
+            return self._run(inputs, labels, logits_to_keep, num_items_in_batch)
         if input_ids is None:
             raise ValueError("input_ids is None while the MTP layer is trained; accepted: the ids of inputs_embeds.")
-        if cache is not None and cache.get_seq_length():
-            raise ValueError(
-                f"cache holds {cache.get_seq_length()} tokens while the MTP layer is trained; accepted: an empty one."
-            )
+        check_empty(cache, "the MTP layer")
+        result = self._run(inputs | {"output_streams": True}, labels, logits_to_keep, num_items_in_batch)
+        states = self.model.predict_after_next(result.streams, input_ids, attention_mask, position_ids)
+        targets = self._mtp_targets(labels, shift_labels, position_ids)
+        result.mtp_loss = self._mtp_loss(states, targets, num_items_in_batch)
+        result.add_loss("mtp", result.mtp_loss, self.config.mtp_loss_weight)
+        return result
 
     def _mtp_targets(self, labels, shift_labels, position_ids) -> torch.Tensor:
         """Label of token i + 2 for every position i but the last, `[B, S - 1]`; -100 beyond the row and the document."""
@@ -161,9 +136,9 @@ class Dsv4ForCausalLM(LoadsDrafter, CausalHead, Dsv4PreTrainedModel, Dsv4Generat
             position_ids = nn.functional.pad(position_ids[:, 1:], (0, 1), value=2)
         return self._within_documents(shift_labels, position_ids, ahead=2)[:, 1:].contiguous()
 
-    def _mtp_loss(self, inputs, targets, num_items_in_batch) -> torch.Tensor:
+    def _mtp_loss(self, states, targets, num_items_in_batch) -> torch.Tensor:
         """Cross entropy of token i + 2 given position i and token i + 1 (V4 report section 2.1); targets `[B, S - 1]`."""
-        logits = self.lm_head(self.model.predict_after_next(*inputs))
+        logits = self.lm_head(states)
         options = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
         if not bool((targets != -100).any()):  # a mean over nothing is no number
             return logits.sum() * 0

@@ -229,22 +229,11 @@ class Dsv41ForCausalLM(LoadsDrafter, CausalHead, Dsv4PreTrainedModel, Dsv4Genera
             logits_to_keep (`int` or index tensor, *optional*, defaults to 0): last positions with logits, 0 = all.
             num_items_in_batch (*optional*): labels of the whole batch, when this call is a part of it; divides the loss.
         """
-        shift_labels = kwargs.pop("shift_labels", None)
-        next_labels = self._within_documents(labels, position_ids)
-        with self._backbone_forward(labels, shift_labels) as extra:
-            outputs = self.model(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                cache=cache,
-                inputs_embeds=inputs_embeds,
-                use_cache=use_cache,
-                logits_to_keep=logits_to_keep,
-                **(kwargs | extra | {"return_dict": True} | self._loss_inputs(labels, shift_labels)),
-            )
-            result = self._add_head(outputs, next_labels, logits_to_keep, num_items_in_batch, shift_labels)
-        given = input_ids, next_labels, attention_mask, position_ids, num_items_in_batch
-        return self._add_draft_losses(result, *given)
+        inputs = {
+            "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids, "cache": cache,
+            "inputs_embeds": inputs_embeds, "use_cache": use_cache, **kwargs,
+        }  # fmt: skip
+        return self._run(inputs, labels, logits_to_keep, num_items_in_batch)
 
 
 class Dsv41ForConditionalGeneration(LoadsDrafter, CausalHead, Dsv4PreTrainedModel, Dsv4GenerationMixin):
@@ -282,26 +271,13 @@ class Dsv41ForConditionalGeneration(LoadsDrafter, CausalHead, Dsv4PreTrainedMode
         **kwargs,
     ) -> Dsv4CausalLMOutput:
         r"""Run the model; images as in `Dsv41Model`, everything else as in `Dsv41ForCausalLM`."""
-        shift_labels = kwargs.pop("shift_labels", None)
-        next_labels = self._within_documents(labels, position_ids)
-        with self._backbone_forward(labels, shift_labels) as extra:
-            outputs = self.model(
-                input_ids=input_ids,
-                pixel_values=pixel_values,
-                image_grid_hw=image_grid_hw,
-                image_unshuffle_index=image_unshuffle_index,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                cache=cache,
-                inputs_embeds=inputs_embeds,
-                use_cache=use_cache,
-                logits_to_keep=logits_to_keep,
-                mm_encoder_outputs=mm_encoder_outputs,
-                **(kwargs | extra | {"return_dict": True} | self._loss_inputs(labels, shift_labels)),
-            )
-            result = self._add_head(outputs, next_labels, logits_to_keep, num_items_in_batch, shift_labels)
-        given = input_ids, next_labels, attention_mask, position_ids, num_items_in_batch
-        return self._add_draft_losses(result, *given)
+        inputs = {
+            "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids, "cache": cache,
+            "inputs_embeds": inputs_embeds, "use_cache": use_cache, "pixel_values": pixel_values,
+            "image_grid_hw": image_grid_hw, "image_unshuffle_index": image_unshuffle_index,
+            "mm_encoder_outputs": mm_encoder_outputs, **kwargs,
+        }  # fmt: skip
+        return self._run(inputs, labels, logits_to_keep, num_items_in_batch)
 
 
 register_models(Dsv41TextModel, Dsv41Model, Dsv41ForCausalLM, Dsv41ForConditionalGeneration)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
+from modeling_dsv4 import Dsv4Cache
 from modeling_dsv4.draft_losses import DraftBatch, DraftTraining, draft_losses, sample_anchors
 from modeling_dsv4.training import Dsv4Trainer
 from tests.modeling.draft_models import drafting_model
@@ -195,9 +196,27 @@ def test_a_model_without_a_drafter_is_refused():
         DraftTraining().apply(new_model())
     model = training_model()
     DraftTraining().apply(model)
+    ids = some_ids(1, 9)
+    embeds = model.get_input_embeddings()(ids)
     with pytest.raises(ValueError, match="input_ids is None while a drafter is trained"):
-        ids = some_ids(1, 9)
-        model._add_draft_losses(None, None, ids, None, None, None)
+        model(inputs_embeds=embeds, labels=ids)
+    with pytest.raises(ValueError, match="shift_labels came without labels while a drafter is trained"):
+        model(ids, shift_labels=ids)
+    cache = Dsv4Cache(model.config)
+    with torch.no_grad():
+        model(ids, cache=cache)
+    with pytest.raises(ValueError, match="cache holds 9 tokens while a drafter is trained"):
+        model(ids, labels=ids, cache=cache)
+    assert cache.get_seq_length() == 9
+
+
+def test_padding_is_read_from_a_causal_mask_too():
+    """A 2-D mask and the 4-D one made from it give the same tokens, positions and documents."""
+    ids, mask = some_ids(2, 8), torch.ones(2, 8, dtype=torch.bool)
+    mask[0, :3] = False
+    causal = torch.ones(8, 8, dtype=torch.bool).tril() & mask[:, None, None]
+    for given, expected in zip(DraftBatch.make(ids, ids, causal), DraftBatch.make(ids, ids, mask), strict=True):
+        assert torch.equal(given, expected)
 
 
 @pytest.mark.parametrize("stage", ["frozen", "joint"])

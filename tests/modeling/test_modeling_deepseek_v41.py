@@ -72,6 +72,8 @@ def test_logits_to_keep(model, ids):
     torch.testing.assert_close(run(model, ids, logits_to_keep=3).logits, logits[:, -3:], atol=EXACT, rtol=0)
     at = torch.tensor([4, 0, 17])
     torch.testing.assert_close(run(model, ids, logits_to_keep=at).logits, logits[:, at], atol=EXACT, rtol=0)
+    with pytest.raises(ValueError, match="logits_to_keep is 3 with labels; accepted: 0"):
+        run(model, ids, labels=ids, logits_to_keep=3)
 
 
 def test_hidden_states_are_collapsed_layer_inputs_and_the_final_state(model):
