@@ -7,6 +7,7 @@ other keys are kept as they are. What follows from the keys is a property. The m
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from typing import Any
@@ -93,6 +94,13 @@ QUANTIZATION_RULES = {
     "scale_fmt": one_of("ue8m0", "float"),
     "expert_dtype": optional(one_of("fp4", "fp8")),
 }
+# Keys of a DSpark drafter.
+DSPARK_RULES = {
+    "dspark_block_size": POSITIVE,
+    "dspark_noise_token_id": COUNT,
+    "dspark_target_layer_ids": list_of(0),
+    "dspark_markov_rank": POSITIVE,
+}
 
 
 def check_key(owner: str, key: str, value: Any, accepted: str, ok: bool) -> None:
@@ -108,6 +116,14 @@ def check_drafter(use_mtp: bool, config) -> None:
             "use_mtp is True, but the checkpoint has no drafter (num_nextn_predict_layers is "
             f"{config.num_nextn_predict_layers}); accepted: False."
         )
+
+
+def without_drafter(config):
+    """Return a copy of a text configuration that has no DSpark drafter."""
+    config = copy.deepcopy(config)
+    config.num_nextn_predict_layers = 0
+    config.compress_ratios = config.compress_ratios[: config.num_hidden_layers]
+    return config
 
 
 class ReleasedConfig(PreTrainedConfig):
@@ -162,8 +178,10 @@ class ReleasedConfig(PreTrainedConfig):
             ValueError: with the key, the value and what is accepted.
         """
         for key, (accepts, accepted) in self.RULES.items():
-            value = getattr(self, key)
-            check_key(self.model_type, key, value, accepted, accepts(value))
+            self._require(key, accepted, accepts(getattr(self, key)))
+
+    def _require(self, key: str, accepted: str, ok: bool) -> None:
+        check_key(self.model_type, key, getattr(self, key, None), accepted, ok)
 
     def to_dict(self) -> dict[str, Any]:
         output = super().to_dict()
@@ -203,6 +221,8 @@ class ReleasedConfig(PreTrainedConfig):
 class DecoderConfig(ReleasedConfig):
     """Facts about a language model that the mechanisms read; the values here are V4.1's, V4 overrides what differs."""
 
+    attribute_map = {"num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts"}
+
     # A site collapses the streams by the pre of the site before it (V4.1), not by its own (V4).
     single_pass_hc = True
     # Each query head is divided by its root mean square, without a weight (V4).
@@ -218,6 +238,61 @@ class DecoderConfig(ReleasedConfig):
     # Layers whose experts follow from the token id.
     num_hash_layers = 0
     engram_layer_ids = ()
+
+    vocab_size: int = 129280
+    hidden_size: int = 5120
+    moe_intermediate_size: int = 2304
+    num_hidden_layers: int = 40
+    num_attention_heads: int = 64
+    num_key_value_heads: int = 1
+    head_dim: int = 512
+    qk_rope_head_dim: int = 64
+    q_lora_rank: int = 1280
+    o_lora_rank: int = 1024
+    o_groups: int = 8
+    hidden_act: str = "silu"
+    swiglu_limit: float = 10.0
+    rms_norm_eps: float = 1e-20
+    attention_bias: bool = False
+    attention_dropout: float = 0.0
+    initializer_range: float = 0.02
+    use_cache: bool = True
+    tie_word_embeddings: bool = False
+    max_position_embeddings: int = 1048576
+    rope_theta: float = 10000
+    rope_scaling: dict | None = None
+    n_routed_experts: int = 384
+    n_shared_experts: int = 1
+    num_experts_per_tok: int = 6
+    scoring_func: str = "sqrtsoftplus"
+    topk_method: str = "noaux_tc"
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.5
+    sliding_window: int = 128
+    compress_ratios: list[int] | None = None
+    compress_rope_theta: float = 160000
+    index_n_heads: int = 32
+    index_head_dim: int = 128
+    index_topk: int | None = 512
+    hc_mult: int = 4
+    hc_sinkhorn_iters: int = 20
+    hc_eps: float = 1e-6
+    num_nextn_predict_layers: int = 3
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    # Not in the released files:
+    gate_temp: float = 1.0
+    cache_rounding: bool = True
+    output_router_logits: bool = False
+    balance_loss_weight: float = 0.0
+    indexer_loss_weight: float = 0.0
+    balance_loss_normalized: bool = False
+
+    WRITTEN_IF_CHANGED = (
+        "pad_token_id", "gate_temp", "cache_rounding", "output_router_logits", "balance_loss_weight",
+        "indexer_loss_weight", "balance_loss_normalized",
+    )  # fmt: skip
 
     RELEASED_ROPE_SCALING = {
         "rope_type": "yarn", "factor": 16, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 65536,
@@ -370,9 +445,7 @@ class DecoderConfig(ReleasedConfig):
             )
 
     def _check_sizes(self) -> None:
-        def check(key, accepted, ok):
-            check_key(self.model_type, key, getattr(self, key), accepted, ok)
-
+        check = self._require
         heads, groups = self.num_attention_heads, self.o_groups
         check("o_groups", f"a divisor of num_attention_heads ({heads})", heads % groups == 0)
         check("qk_rope_head_dim", f"at most head_dim ({self.head_dim})", self.qk_rope_head_dim <= self.head_dim)
@@ -384,3 +457,11 @@ class DecoderConfig(ReleasedConfig):
               self.num_experts_per_tok <= self.n_routed_experts)  # fmt: skip
         check("n_shared_experts", "1 (the released layout has one shared expert)", self.n_shared_experts == 1)
         check("tie_word_embeddings", "false (the released head is its own matrix)", not self.tie_word_embeddings)
+
+    def _check_drafter(self) -> None:
+        """Check the keys of a DSpark drafter, beyond their own rules, against the backbone."""
+        depth, targets = self.num_hidden_layers, self.dspark_target_layer_ids
+        accepted = f"layers below {depth}, at least one"
+        self._require("dspark_target_layer_ids", accepted, targets and max(targets) < depth)
+        accepted = f"below vocab_size ({self.vocab_size})"
+        self._require("dspark_noise_token_id", accepted, self.dspark_noise_token_id < self.vocab_size)

@@ -10,20 +10,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from .configuration_common import (
-    COUNT,
-    DecoderConfig,
-    check_key,
-    number_above,
-    one_of,
-    optional,
-)
+from .configuration_common import COUNT, DSPARK_RULES, DecoderConfig, check_key, number_above, one_of, optional
 
 RELEASED_ARCHITECTURE = "DeepseekV4ForCausalLM"
 # Ratio of the overlapping, indexed compression (CSA); larger ratios are attended densely (HCA).
 CSA_RATIO = 4
-# What the -0731 build adds for its drafter, whose stages have the backbone's experts.
-DSPARK_KEYS = ("dspark_block_size", "dspark_noise_token_id", "dspark_target_layer_ids", "dspark_markov_rank")
 LAYER_TYPE_RATES = {
     "sliding_attention": 0,
     "compressed_sparse_attention": 4,
@@ -43,7 +34,6 @@ class Dsv4Config(DecoderConfig):
     """
 
     model_type = "deepseek_v4"
-    attribute_map = {"num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts"}
 
     single_pass_hc = False
     normalizes_query_heads = True
@@ -51,62 +41,22 @@ class Dsv4Config(DecoderConfig):
     pools_index_keys = True
     cache_formats = "v4"
 
-    vocab_size: int = 129280
     hidden_size: int = 4096
     moe_intermediate_size: int = 2048
     num_hidden_layers: int = 43
-    num_attention_heads: int = 64
-    num_key_value_heads: int = 1
-    head_dim: int = 512
-    qk_rope_head_dim: int = 64
     q_lora_rank: int = 1024
-    o_lora_rank: int = 1024
-    o_groups: int = 8
-    hidden_act: str = "silu"
-    swiglu_limit: float = 10.0
     rms_norm_eps: float = 1e-6
-    attention_bias: bool = False
-    attention_dropout: float = 0.0
-    initializer_range: float = 0.02
-    use_cache: bool = True
-    tie_word_embeddings: bool = False
-    max_position_embeddings: int = 1048576
-    rope_theta: float = 10000
-    rope_scaling: dict | None = None
     n_routed_experts: int = 256
-    n_shared_experts: int = 1
-    num_experts_per_tok: int = 6
     num_hash_layers: int = 3
-    scoring_func: str = "sqrtsoftplus"
-    topk_method: str = "noaux_tc"
-    norm_topk_prob: bool = True
-    routed_scaling_factor: float = 1.5
-    sliding_window: int = 128
-    compress_ratios: list[int] | None = None
-    compress_rope_theta: float = 160000
     index_n_heads: int = 64
-    index_head_dim: int = 128
-    index_topk: int | None = 512
-    hc_mult: int = 4
-    hc_sinkhorn_iters: int = 20
-    hc_eps: float = 1e-6
     num_nextn_predict_layers: int = 1
-    pad_token_id: int | None = None
     bos_token_id: int | None = 0
     eos_token_id: int | list[int] | None = 1
     expert_dtype: str | None = None
-    gate_temp: float = 1.0
-    cache_rounding: bool = True
-    output_router_logits: bool = False
-    balance_loss_weight: float = 0.0
-    indexer_loss_weight: float = 0.0
-    balance_loss_normalized: bool = False
+    # Not in the released files:
     mtp_loss_weight: float = 0.3
 
-    WRITTEN_IF_CHANGED = (
-        "pad_token_id", "expert_dtype", "gate_temp", "cache_rounding", "output_router_logits",
-        "balance_loss_weight", "indexer_loss_weight", "balance_loss_normalized", "mtp_loss_weight",
-    )  # fmt: skip
+    WRITTEN_IF_CHANGED = (*DecoderConfig.WRITTEN_IF_CHANGED, "expert_dtype", "mtp_loss_weight")
 
     RULES = DecoderConfig.RULES | {
         "num_hash_layers": COUNT,
@@ -179,25 +129,19 @@ class Dsv4Config(DecoderConfig):
         return [(self.sliding_window - 1, True), (1, False)] if self.has_mtp else super().draft_rings
 
     def check(self) -> None:
-        depth = self.num_hidden_layers
-        accepted = f"{depth} entries or more (further ones, of draft stages, are 0)"
-        ratios = self.compress_ratios
+        depth, ratios = self.num_hidden_layers, self.compress_ratios
         ok = isinstance(ratios, (list, tuple)) and len(ratios) >= depth and not any(ratios[depth:])
-        check_key(self.model_type, "compress_ratios", ratios, accepted, ok)
+        self._require("compress_ratios", f"{depth} entries or more (further ones, of draft stages, are 0)", ok)
         super().check()
-        check_key(self.model_type, "num_hash_layers", self.num_hash_layers, f"at most {depth}",
-                  self.num_hash_layers <= depth)  # fmt: skip
-        for key in DSPARK_KEYS if self.draft_stages else ():
-            check_key(
-                self.model_type, key, getattr(self, key, None), "a value, as in builds with DSpark", hasattr(self, key)
-            )
-        size = self.index_head_dim
-        check_key(
-            self.model_type, "index_head_dim", size, "a power of two (Hadamard rotation)", size & (size - 1) == 0
-        )
-        most = max(1, self.draft_stages)
-        check_key(self.model_type, "num_nextn_predict_layers", self.num_nextn_predict_layers, f"{'0 or' if most == 1 else '0 to'} {most}",
-                  self.num_nextn_predict_layers <= most)  # fmt: skip
+        self._require("num_hash_layers", f"at most {depth}", self.num_hash_layers <= depth)
+        if self.draft_stages:
+            for key, (accepts, accepted) in DSPARK_RULES.items():
+                self._require(key, accepted, accepts(getattr(self, key, None)))
+            self._check_drafter()
+        size, most = self.index_head_dim, max(1, self.draft_stages)
+        self._require("index_head_dim", "a power of two (Hadamard rotation)", size & (size - 1) == 0)
+        accepted = f"{'0 or' if most == 1 else '0 to'} {most}"
+        self._require("num_nextn_predict_layers", accepted, self.num_nextn_predict_layers <= most)
 
     def to_dict(self) -> dict[str, Any]:
         output = super().to_dict()

@@ -13,6 +13,7 @@ from transformers.configuration_utils import SubConfigSpec
 from .configuration_common import (
     COUNT,
     DIGEST,
+    DSPARK_RULES,
     OBJECT,
     POSITIVE,
     TOKEN_ID,
@@ -53,51 +54,12 @@ class Dsv41TextConfig(DecoderConfig):
 
     model_type = "deepseek_v41_text"
     base_config_key = "text_config"
-    attribute_map = {"num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts"}
 
-    vocab_size: int = 129280
-    hidden_size: int = 5120
-    moe_intermediate_size: int = 2304
-    num_hidden_layers: int = 40
-    num_attention_heads: int = 64
-    num_key_value_heads: int = 1
-    head_dim: int = 512
-    qk_rope_head_dim: int = 64
-    q_lora_rank: int = 1280
-    o_lora_rank: int = 1024
-    o_groups: int = 8
-    hidden_act: str = "silu"
-    swiglu_limit: float = 10.0
-    rms_norm_eps: float = 1e-20
-    attention_bias: bool = False
-    attention_dropout: float = 0.0
-    initializer_range: float = 0.02
-    use_cache: bool = True
-    tie_word_embeddings: bool = False
-    max_position_embeddings: int = 1048576
-    rope_theta: float = 10000
-    rope_scaling: dict | None = None
-    n_routed_experts: int = 384
-    n_shared_experts: int = 1
-    num_experts_per_tok: int = 6
-    scoring_func: str = "sqrtsoftplus"
-    topk_method: str = "noaux_tc"
-    norm_topk_prob: bool = True
-    routed_scaling_factor: float = 1.5
-    sliding_window: int = 128
-    compress_ratios: list[int] | None = None
-    compress_rope_theta: float = 160000
     kv_source_layer_ids: list[int] | None = None
     index_source_layer_ids: list[int] | None = None
-    index_n_heads: int = 32
-    index_head_dim: int = 128
-    index_topk: int | None = 512
     candidate_source_layer_id: int = 20
     candidate_topk_blocks: int = 2048
     candidate_block_size: int = 8
-    hc_mult: int = 4
-    hc_sinkhorn_iters: int = 20
-    hc_eps: float = 1e-6
     engram_layer_ids: list[int] | None = None
     engram_num_embeddings: list[int] | None = None
     engram_max_ngram_size: int = 4
@@ -106,29 +68,17 @@ class Dsv41TextConfig(DecoderConfig):
     engram_head_dim: int = 256
     engram_pad_token_id: int = 2
     engram_compressed_vocab_size: int = 99092
-    num_nextn_predict_layers: int = 3
     dspark_block_size: int = 5
     dspark_noise_token_id: int = 128799
     dspark_target_layer_ids: list[int] | None = None
     dspark_markov_rank: int = 256
     dspark_n_routed_experts: int = 128
     dspark_num_experts_per_tok: int = 3
-    # Not in the released text part:
-    pad_token_id: int | None = None
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None
+    # Not in the released file:
     engram_token_map_sha256: str | None = None
-    gate_temp: float = 1.0
-    cache_rounding: bool = True
-    output_router_logits: bool = False
-    balance_loss_weight: float = 0.0
-    indexer_loss_weight: float = 0.0
-    balance_loss_normalized: bool = False
 
     WRITTEN_IF_CHANGED = (
-        "pad_token_id", "bos_token_id", "eos_token_id", "gate_temp", "cache_rounding", "output_router_logits",
-        "balance_loss_weight", "indexer_loss_weight", "balance_loss_normalized",
-        "engram_token_map_sha256",
+        *DecoderConfig.WRITTEN_IF_CHANGED, "bos_token_id", "eos_token_id", "engram_token_map_sha256",
     )  # fmt: skip
 
     # Schedule of the released file; a config that names other depths must name its own schedule.
@@ -140,28 +90,28 @@ class Dsv41TextConfig(DecoderConfig):
         "engram_num_embeddings": [384006168, 384016682],
         "dspark_target_layer_ids": [37, 38, 39],
     }
-    RULES = DecoderConfig.RULES | {
-        "kv_source_layer_ids": list_of(0),
-        "index_source_layer_ids": list_of(0),
-        "candidate_source_layer_id": int_from(-1),
-        "candidate_topk_blocks": POSITIVE,
-        "candidate_block_size": POSITIVE,
-        "engram_layer_ids": list_of(0),
-        "engram_num_embeddings": list_of(1),
-        "engram_max_ngram_size": int_from(2),
-        "engram_vocab_size": int_from(2),
-        "engram_n_heads": POSITIVE,
-        "engram_head_dim": POSITIVE,
-        "engram_pad_token_id": COUNT,
-        "engram_compressed_vocab_size": POSITIVE,
-        "engram_token_map_sha256": optional(DIGEST),
-        "dspark_block_size": POSITIVE,
-        "dspark_noise_token_id": COUNT,
-        "dspark_target_layer_ids": list_of(0),
-        "dspark_markov_rank": POSITIVE,
-        "dspark_n_routed_experts": POSITIVE,
-        "dspark_num_experts_per_tok": POSITIVE,
-    }
+    RULES = (
+        DecoderConfig.RULES
+        | DSPARK_RULES
+        | {
+            "kv_source_layer_ids": list_of(0),
+            "index_source_layer_ids": list_of(0),
+            "candidate_source_layer_id": int_from(-1),
+            "candidate_topk_blocks": POSITIVE,
+            "candidate_block_size": POSITIVE,
+            "engram_layer_ids": list_of(0),
+            "engram_num_embeddings": list_of(1),
+            "engram_max_ngram_size": int_from(2),
+            "engram_vocab_size": int_from(2),
+            "engram_n_heads": POSITIVE,
+            "engram_head_dim": POSITIVE,
+            "engram_pad_token_id": COUNT,
+            "engram_compressed_vocab_size": POSITIVE,
+            "engram_token_map_sha256": optional(DIGEST),
+            "dspark_n_routed_experts": POSITIVE,
+            "dspark_num_experts_per_tok": POSITIVE,
+        }
+    )
 
     def __post_init__(self, **kwargs):
         for key, value in self.RELEASED_SCHEDULE.items():
@@ -169,8 +119,6 @@ class Dsv41TextConfig(DecoderConfig):
             if given is None or isinstance(given, tuple):
                 setattr(self, key, list(value if given is None else given))
         super().__post_init__(**kwargs)
-
-    # ---- what follows from the keys --------------------------------------------------------------------------------
 
     @property
     def layer_modes(self) -> list[str]:
@@ -221,26 +169,24 @@ class Dsv41TextConfig(DecoderConfig):
 
     @property
     def replay_cut(self) -> int | None:
-        """First decoder layer, the last that makes global entries (report section 2.2), or `None` without one."""
-        return max(self.kv_source_layer_ids, default=None)
+        """`decoder_cut`, or `None` if no layer pools entries."""
+        return self.decoder_cut if self.kv_source_layer_ids else None
 
     @property
     def needs_token_map(self) -> bool:
         """Whether the n-gram hash needs a tokenizer's map (an Engram whose compressed vocabulary is smaller)."""
         return bool(self.engram_layer_ids) and self.engram_compressed_vocab_size != self.vocab_size
 
-    # ---- checks that need several keys -----------------------------------------------------------------------------
-
     def check(self) -> None:
         super().check()
         self._check_schedule()
-        self._check_engram()
+        if self.draft_stages:
+            self._check_drafter()
+        if self.engram_layer_ids:
+            self._check_engram()
 
     def _check_schedule(self) -> None:
-        def check(key, accepted, ok):
-            check_key(self.model_type, key, getattr(self, key), accepted, ok)
-
-        depth, ratios = self.num_hidden_layers, self.compress_ratios
+        check, depth, ratios = self._require, self.num_hidden_layers, self.compress_ratios
         stages = self.num_nextn_predict_layers
         check("compress_ratios", f"{depth} entries, or {depth} + {stages} with the draft stages",
               len(ratios) in (depth, depth + stages))  # fmt: skip
@@ -268,21 +214,15 @@ class Dsv41TextConfig(DecoderConfig):
         pool = self.candidate_topk_blocks * self.candidate_block_size
         check("candidate_topk_blocks", f"blocks that hold index_topk ({self.index_topk}) entries or more",
               candidate == -1 or self.index_topk is None or pool >= self.index_topk)  # fmt: skip
-        if stages:
-            targets = self.dspark_target_layer_ids
-            check("dspark_target_layer_ids", f"layers below {depth}, at least one", targets and max(targets) < depth)
-            check("dspark_num_experts_per_tok", f"at most dspark_n_routed_experts ({self.dspark_n_routed_experts})",
-                  self.dspark_num_experts_per_tok <= self.dspark_n_routed_experts)  # fmt: skip
-            check("dspark_noise_token_id", f"below vocab_size ({self.vocab_size})",
-                  self.dspark_noise_token_id < self.vocab_size)  # fmt: skip
+
+    def _check_drafter(self) -> None:
+        super()._check_drafter()
+        accepted = f"at most dspark_n_routed_experts ({self.dspark_n_routed_experts})"
+        ok = self.dspark_num_experts_per_tok <= self.dspark_n_routed_experts
+        self._require("dspark_num_experts_per_tok", accepted, ok)
 
     def _check_engram(self) -> None:
-        if not self.engram_layer_ids:
-            return
-
-        def check(key, accepted, ok):
-            check_key(self.model_type, key, getattr(self, key), accepted, ok)
-
+        check = self._require
         check("engram_num_embeddings", f"one entry for each of engram_layer_ids {self.engram_layer_ids}",
               len(self.engram_num_embeddings) == len(self.engram_layer_ids))  # fmt: skip
         check("engram_compressed_vocab_size", f"at most vocab_size ({self.vocab_size})",
@@ -324,9 +264,8 @@ class Dsv41VisionConfig(ReleasedConfig):
     def check(self) -> None:
         super().check()
         # Each head rotates two halves, one per image axis, in pairs.
-        check_key(self.model_type, "num_attention_heads", self.num_attention_heads,
-               f"a count that divides hidden_size ({self.hidden_size}) into multiples of 4",
-               self.hidden_size % (4 * self.num_attention_heads) == 0)  # fmt: skip
+        accepted = f"a count that divides hidden_size ({self.hidden_size}) into multiples of 4"
+        self._require("num_attention_heads", accepted, self.hidden_size % (4 * self.num_attention_heads) == 0)
 
 
 class Dsv41Config(ReleasedConfig):

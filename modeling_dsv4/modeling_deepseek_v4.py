@@ -7,15 +7,13 @@ Sources: V4 report section 2, contract spec_v4.
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import nn
 from transformers.utils import can_return_tuple
 from transformers.utils.deprecation import deprecate_kwarg
 
 from .cache import Dsv4Cache, check_empty
-from .configuration_common import check_drafter
+from .configuration_common import check_drafter, without_drafter
 from .configuration_deepseek_v4 import Dsv4Config
 from .drafter_loading import LoadsDrafter
 from .dspark import Dsv4DSpark
@@ -30,9 +28,7 @@ def _without_drafter(config: Dsv4Config, use_mtp: bool) -> Dsv4Config:
     """Return the config of a model that leaves a DSpark drafter on disk: what it saves must say so."""
     check_drafter(use_mtp, config)
     if config.draft_stages and not use_mtp:
-        config = copy.deepcopy(config)
-        config.num_nextn_predict_layers = 0
-        config.compress_ratios = config.compress_ratios[: config.num_hidden_layers]
+        return without_drafter(config)
     return config
 
 

@@ -15,7 +15,7 @@ from transformers.utils import can_return_tuple
 from transformers.utils.deprecation import deprecate_kwarg
 
 from .cache import Dsv4Cache
-from .configuration_common import check_drafter
+from .configuration_common import check_drafter, without_drafter
 from .configuration_deepseek_v41 import Dsv41Config
 from .drafter_loading import LoadsDrafter
 from .dspark import Dsv4DSpark
@@ -38,13 +38,10 @@ def _without_absent_parts(config, has_vision: bool, use_mtp: bool) -> Dsv41Confi
     reaches its parts.
     """
     config = _composite(config)
-    text = config.text_config
-    check_drafter(use_mtp, text)
-    if text.num_nextn_predict_layers and not use_mtp:
-        config, text = copy.copy(config), copy.deepcopy(text)
-        text.num_nextn_predict_layers = 0
-        text.compress_ratios = text.compress_ratios[: text.num_hidden_layers]
-        config.text_config = text
+    check_drafter(use_mtp, config.text_config)
+    if config.text_config.draft_stages and not use_mtp:
+        config = copy.copy(config)
+        config.text_config = without_drafter(config.text_config)
     if config.vision_config is not None and not has_vision:
         config = copy.copy(config)
         config.vision_config = None

@@ -228,6 +228,20 @@ def test_broken_ratios_are_named(ratios):
         Dsv4Config.from_dict(flash(compress_ratios=ratios, num_hidden_layers=43 if ratios else 12))
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "accepted"),
+    [
+        ("dspark_block_size", 0, "an integer >= 1"),
+        ("dspark_noise_token_id", 129280, "below vocab_size"),
+        ("dspark_target_layer_ids", [43], "layers below 43"),
+        ("dspark_markov_rank", None, "an integer >= 1"),
+    ],
+)
+def test_keys_of_the_drafter_are_checked(key, value, accepted):
+    with pytest.raises(ValueError, match=f"{key} is {re.escape(repr(value))}; accepted: {accepted}"):
+        Dsv4Config(**flash_0731() | {key: value})
+
+
 def test_unknown_layer_types_are_named():
     kinds = {"num_hidden_layers": 3, "compress_ratios": None, "layer_types": [*LAYERS, "linear_attention"]}
     with pytest.raises(ValueError, match="layer_types.*linear_attention.*heavily_compressed_attention"):
