@@ -131,7 +131,8 @@ class Dsv4Cache(Cache):
             `None` grows.
 
     Raises:
-        ValueError: for an unknown format, a bad `rollback` or `max_length`, or "packed" with `cache_rounding=False` (unrounded values cannot be packed).
+        ValueError: for an unknown format, a bad `rollback` or `max_length`, or "packed" with `cache_rounding=False`
+            (unrounded values cannot be packed).
     """
 
     def __init__(self, config, kv_format: str = "packed", rollback: int = 16, max_length: int | None = None):
@@ -159,9 +160,8 @@ class Dsv4Cache(Cache):
         reach = text.engram_max_ngram_size - 1 if text.engram_layer_ids else 0
         self.ngram_ids = TokenRing(reach + rollback, UNROUNDED, spare) if text.engram_layer_ids else None
         # What a saved cache must share with the configuration that reads it.
-        ratios = [layer.store.ratio if layer.store else 0 for layer in self.layers]
         widths = [text.sliding_window, text.head_dim, text.qk_rope_head_dim, text.index_head_dim, reach]
-        self._schedule = [ratios, *widths, text.cache_formats, text.cache_rounding, len(self.draft)]
+        self._schedule = [pooled_tokens(text), *widths, text.cache_formats, text.cache_rounding, len(self.draft)]
         self._clear()
 
     def _clear(self) -> None:
@@ -183,8 +183,6 @@ class Dsv4Cache(Cache):
         """Every tensor of the parts, and what is counted of the rows: all that a step in a fixed capacity changes."""
         stored = [tensor for part in self._parts for tensor in part.parts or ()]
         return stored + [t for t in (self.lengths, self._droppable, self.window_floor) if t is not None]
-
-    # ---- used by the model ------------------------------------------------------------------------------------------
 
     def layout(self, valid: torch.Tensor | None, batch: int, columns: int, device: torch.device) -> SequenceLayout:
         r"""Return the layout of the next call; changes nothing.
@@ -246,12 +244,13 @@ class Dsv4Cache(Cache):
     def _put(self, name: str, value: torch.Tensor) -> None:
         """Set a tensor of the state, in place where the capacity is fixed."""
         held = getattr(self, name)
-        if self.max_length is None or held is None:
+        if self.max_length is None:
             setattr(self, name, value)
+        elif held is None:
+            with torch.inference_mode(False):  # a later call may write outside of that mode
+                setattr(self, name, value.clone())
         else:
             held.copy_(value)
-
-    # ---- the interface of transformers ------------------------------------------------------------------------------
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns seen, padding included."""
@@ -367,11 +366,12 @@ class Dsv4Cache(Cache):
     def _map(self, function) -> None:
         if self.lengths is None:
             return
-        for part in self._parts:
-            part.map(function)
-        for name in STATE:
-            if getattr(self, name) is not None:
-                setattr(self, name, function(getattr(self, name)))
+        with torch.inference_mode(False), torch.no_grad():  # a later call may write outside of that mode
+            for part in self._parts:
+                part.map(function)
+            for name in STATE:
+                if getattr(self, name) is not None:
+                    setattr(self, name, function(getattr(self, name)))
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Take row `beam_idx[i]` as row i (beam search)."""
@@ -395,8 +395,6 @@ class Dsv4Cache(Cache):
         """Move everything to `device` and return the cache."""
         self._map(lambda t: t.to(device))
         return self
-
-    # ---- size and storage -------------------------------------------------------------------------------------------
 
     def nbytes(self, allocated: bool = False) -> dict[str, int]:
         r"""Return the bytes of each part, summed over rows.
@@ -450,7 +448,7 @@ class Dsv4Cache(Cache):
             with safe_open(path, framework="pt") as file:
                 about: dict[str, Any] = json.loads((file.metadata() or {}).get("dsv4_cache", "{}"))
                 tensors = {name: file.get_tensor(name) for name in file.keys()} if about else {}
-        except SafetensorError as error:
+        except (SafetensorError, ValueError) as error:
             raise OSError(f"{path} is not a saved Dsv4Cache ({error}).") from error
         needed = {"kv_format", "rollback", "max_length", "columns", "record_past", "dtypes", "schedule"}
         if not about.keys() >= needed:
@@ -479,12 +477,16 @@ def check_cache(cache, config=None) -> None:
     if cache is not None and all(kind.__name__ != Dsv4Cache.__name__ for kind in type(cache).__mro__):
         raise ValueError(f"cache is a {type(cache).__name__}; accepted: Dsv4Cache, which owns the shared entries.")
     if cache is not None and config is not None:
-        expected = [config.ratio(layer) if mode == "full" else 0 for layer, mode in enumerate(config.layer_modes)]
-        found = cache._schedule[0]
+        found, expected = cache._schedule[0], pooled_tokens(config)
         if found != expected:
             raise ValueError(
                 f"cache was made for layers that pool {found} tokens; accepted: {expected}, as the model's."
             )
+
+
+def pooled_tokens(config) -> list[int]:
+    """Return how many tokens each layer of a text configuration pools into an entry, 0 for one that makes none."""
+    return [config.ratio(layer) if mode == "full" else 0 for layer, mode in enumerate(config.layer_modes)]
 
 
 def check_empty(cache, learner: str) -> None:

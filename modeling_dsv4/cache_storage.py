@@ -53,23 +53,27 @@ class CacheCodec:
         return self.format if self.is_packed else "float"
 
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        if self.quantize is None:
-            return (self.rounded(x).detach(),)
-        return tuple(as_bytes(part) for part in self.quantize(x.detach()))
+        return self.quantize(x.detach()) if self.is_packed else (self.rounded(x).detach(),)
 
     def decode(self, parts: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
-        if self.quantize is None:
-            return parts[0]
-        return self.dequantize(*parts).to(dtype)
+        return self.dequantize(*parts).to(dtype) if self.is_packed else parts[0]
 
     def as_float(self) -> CacheCodec:
         """The same rounding, stored unpacked."""
-        return CacheCodec(self.rounded, format=self.format)
+        return replace(self, quantize=None, dequantize=None)
 
 
-@dataclass(frozen=True)
-class UnrotatedFp8Codec(CacheCodec):
-    r"""V4's format: FP8 in blocks of 64 on the channels before the rotary ones, which stay in the model's dtype.
+def _quantize_fp8(x: torch.Tensor, **block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    values, scale = quantize_fp8(x, **block)
+    return as_bytes(values), scale
+
+
+def _dequantize_fp8(values: torch.Tensor, scale: torch.Tensor, **block: int) -> torch.Tensor:
+    return dequantize_fp8(values.view(torch.float8_e4m3fn), scale, **block)
+
+
+def unrotated_fp8(rotary: int) -> CacheCodec:
+    r"""Return V4's format: FP8 in blocks of 64 on the channels before the rotary ones, which stay in the model's dtype.
 
     Source: contract spec_v4, item 2.
 
@@ -77,49 +81,29 @@ class UnrotatedFp8Codec(CacheCodec):
         rotary (`int`): channels at the end that are not rounded.
     """
 
-    packed: bool = False
-
-    @property
-    def is_packed(self) -> bool:
-        return self.packed
-
-    def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        if not self.packed:
-            return (self.rounded(x).detach(),)
-        head, tail = x.detach().split([x.shape[-1] - self.rotary, self.rotary], dim=-1)
-        return *(as_bytes(part) for part in quantize_fp8(head, block=V4_BLOCK)), tail.contiguous()
-
-    def decode(self, parts: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
-        if not self.packed:
-            return parts[0]
-        values, scale, tail = parts
-        head = dequantize_fp8(values.view(torch.float8_e4m3fn), scale, block=V4_BLOCK)
-        return torch.cat([head.to(dtype), tail], dim=-1)
-
-    def as_float(self) -> CacheCodec:
-        return replace(self, packed=False)
-
-
-def unrotated_fp8(rotary: int) -> UnrotatedFp8Codec:
-    """Return V4's packed codec for vectors whose last `rotary` channels are rotated."""
+    def split(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.split([x.shape[-1] - rotary, rotary], dim=-1)
 
     def rounded(x: torch.Tensor) -> torch.Tensor:
-        head, tail = x.split([x.shape[-1] - rotary, rotary], dim=-1)
+        head, tail = split(x)
         return torch.cat([round_fp8(head, block=V4_BLOCK), tail], dim=-1)
 
-    return UnrotatedFp8Codec(rounded, format="fp8_tail", rotary=rotary, packed=True)
+    def quantize(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        head, tail = split(x)
+        return *_quantize_fp8(head, block=V4_BLOCK), tail.contiguous()
+
+    def dequantize(values: torch.Tensor, scale: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
+        return torch.cat([_dequantize_fp8(values, scale, block=V4_BLOCK), tail], dim=-1)
+
+    return CacheCodec(rounded, quantize, dequantize, "fp8_tail", rotary)
 
 
 def _unrounded(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _dequantize_fp8_bytes(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return dequantize_fp8(values.view(torch.float8_e4m3fn), scale)
-
-
 UNROUNDED = CacheCodec(_unrounded, format="float")
-WINDOW_FP8 = CacheCodec(round_fp8, quantize_fp8, _dequantize_fp8_bytes, "fp8")
+WINDOW_FP8 = CacheCodec(round_fp8, _quantize_fp8, _dequantize_fp8, "fp8")
 COMPRESSED_NVFP4 = CacheCodec(round_nvfp4, quantize_nvfp4, dequantize_nvfp4, "nvfp4")
 INDEX_MXFP4 = CacheCodec(round_mxfp4, quantize_mxfp4, dequantize_mxfp4, "mxfp4")
 
@@ -134,8 +118,7 @@ class _Storage:
 
     def _empty(self, x: torch.Tensor, slots: int) -> tuple[torch.Tensor, ...]:
         """Stored tensors of `slots` slots a row for values like `x` `[B, S, ...]`, zeros."""
-        sample = self.codec.encode(x.new_zeros(x.shape[0], 1, *x.shape[2:]))
-        return tuple(part.new_zeros(part.shape[0], slots, *part.shape[2:]) for part in sample)
+        return _zeros(self.codec.encode(x.new_zeros(x.shape[0], 1, *x.shape[2:])), slots)
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply `function` to every stored tensor."""
@@ -145,6 +128,13 @@ class _Storage:
     def reset(self) -> None:
         """Forget everything."""
         self.parts = None
+
+
+def _zeros(parts: tuple[torch.Tensor, ...], slots: int) -> tuple[torch.Tensor, ...]:
+    """Tensors like `parts` `[B, N, ...]` with `slots` slots a row."""
+    # Not inference tensors, which a later call outside of that mode could not write to.
+    with torch.inference_mode(False):
+        return tuple(part.new_zeros(part.shape[0], slots, *part.shape[2:]) for part in parts)
 
 
 class TokenRing(_Storage):
@@ -177,13 +167,11 @@ class TokenRing(_Storage):
             `torch.Tensor` of shape `[B, size + S, ...]`, dtype of `x`, rounded; column i holds position past - size + i.
             The gradient flows to `x`, not to earlier calls.
         """
-        fresh = self.codec.encode(x)
+        slots, fresh = self._slots(keep_extra), self.codec.encode(x)
         if self.parts is None:
-            self.dtype = x.dtype
-            slots = self._slots(keep_extra)
-            self.parts = tuple(part.new_zeros(part.shape[0], slots, *part.shape[2:]) for part in fresh)
+            self.parts, self.dtype = _zeros(fresh, slots), x.dtype
         past = self.codec.decode(self._last(self.size, layout.past), x.dtype)
-        self._resize(self._slots(keep_extra), layout.past)
+        self._resize(slots, layout.past)
         self._write(fresh, layout)
         return torch.cat([past, self.codec.rounded(x)], dim=1)
 
@@ -251,7 +239,7 @@ class TokenRing(_Storage):
             return
         count = min(slots, held)
         kept = self._last(count, lengths)
-        self.parts = tuple(part.new_zeros(part.shape[0], slots, *part.shape[2:]) for part in self.parts)
+        self.parts = _zeros(self.parts, slots)
         where = self._where(lengths[:, None] - count + torch.arange(count, device=lengths.device))
         for part, values in zip(self.parts, kept, strict=True):
             part[where] = values

@@ -228,6 +228,15 @@ def test_rows_are_reordered_selected_and_repeated(model, name, max_length):
     assert_same_as_alone(model, cache, rows)
 
 
+@pytest.mark.parametrize("kv_format", ["packed", "float"])
+def test_filled_in_inference_mode_it_can_be_continued_outside(model, kv_format, max_length):
+    with torch.inference_mode():
+        cache, rows = _filled(model, kv_format=kv_format, max_length=max_length)
+        cache.reorder_cache(torch.tensor([1, 0]))
+    rows.take([1, 0])
+    assert_same_as_alone(model, cache, rows)
+
+
 def test_copies_are_independent(model, max_length):
     cache, rows = _filled(model, max_length=max_length)
     other, other_rows = copy.deepcopy(cache), copy.deepcopy(rows)
@@ -484,8 +493,9 @@ def test_a_cache_of_another_rounding_or_rope_is_refused(tmp_path):
             Dsv4Cache.load(str(tmp_path / "cache.safetensors"), other)
 
 
-def test_damaged_metadata_is_no_saved_cache(tmp_path):
+@pytest.mark.parametrize("about", ['{"kv_format": "float"}', "{"])
+def test_damaged_metadata_is_no_saved_cache(tmp_path, about):
     path = str(tmp_path / "cache.safetensors")
-    save_file({"lengths": torch.zeros(1, dtype=torch.long)}, path, metadata={"dsv4_cache": '{"kv_format": "float"}'})
+    save_file({"lengths": torch.zeros(1, dtype=torch.long)}, path, metadata={"dsv4_cache": about})
     with pytest.raises(OSError, match="is not a saved Dsv4Cache"):
         Dsv4Cache.load(path, tiny_config())
