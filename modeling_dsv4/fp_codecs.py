@@ -35,9 +35,6 @@ _E2M1_TIES_DOWN = (0.25, 1.25, 2.5, 5.0)
 _E2M1_TIES_UP = (0.75, 1.75, 3.5)
 
 
-# ---- scales ----------------------------------------------------------------------------------------------------------
-
-
 def power_of_two_scale(amax: torch.Tensor, top: float, floor: float) -> torch.Tensor:
     r"""Return the smallest power of two that brings a block maximum below the format's largest value.
 
@@ -91,9 +88,6 @@ def decode_scale(scale: torch.Tensor) -> torch.Tensor:
     return scale if scale.dtype == torch.float32 else decode_e8m0(scale)
 
 
-# ---- E2M1 ------------------------------------------------------------------------------------------------------------
-
-
 def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
     r"""Round to FP4 E2M1, ties to the even code; magnitudes above 6 become 6 and the sign of zero is kept.
 
@@ -132,9 +126,6 @@ def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
     """Unpack bytes `[..., N // 2]` (uint8 or int8) to codes `[..., N]` uint8; the inverse of `pack_nibbles`."""
     packed = as_bytes(packed)
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
-
-
-# ---- block quantisation of activations and cache entries ---------------------------------------------------------------
 
 
 def _blocks(x: torch.Tensor, block: int) -> torch.Tensor:
@@ -255,9 +246,6 @@ def round_fp8_tiles(weight: torch.Tensor, *, block_size: tuple[int, int] = (32, 
         lambda values, scale, block: dequantize_fp8_tiles(values, scale, block_size=block),
         block_size,
     )
-
-
-# ---- stored weights ----------------------------------------------------------------------------------------------------
 
 
 def quantize_fp8_tiles(

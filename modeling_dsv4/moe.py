@@ -18,11 +18,21 @@ import torch.nn.functional as F
 from torch import nn
 
 from .expert_cache import UnpackedExperts
-from .fp_codecs import dequantize_fp4_rows, dequantize_fp8_tiles, round_fp8
+from .fp_codecs import MXFP4_BLOCK, dequantize_fp4_rows, dequantize_fp8_tiles, round_fp8
 from .host_tensors import HostTensors, read_ahead
 from .kernel_seam import AUTO, find_kernel
 from .layers import Dsv4MLP, UnpackedProduct, clamped_swiglu, rounded_weight, wide_linear
 from .sparse_attention import wide
+
+# Matrix libraries take other routines, with other rounding, for a handful of rows. An expert's rows are filled up to this
+# many (or to all tokens of a call that has fewer), so that no token's result depends on where the others were routed.
+MIN_EXPERT_ROWS = 16
+# Tokens of a call whose float experts are computed together, without asking which were chosen: steps of decoding.
+MAX_GROUPED_TOKENS = 512
+# Experts whose pages are asked for before they are used: 150 MB of the release.
+EXPERTS_AHEAD = 8
+# The packed matrices of an expert that are taken in one product, gate and up, then down; a bank has a stack for each.
+_PRODUCTS = (("gate_proj", "up_proj"), ("down_proj",))
 
 
 def route_tokens(
@@ -43,7 +53,7 @@ def route_tokens(
     """
     # A stable sort keeps the lower expert first among equals, which topk does not promise.
     indices = (expert_scores(logits).detach() + bias).sort(dim=-1, descending=True, stable=True).indices[:, :k]
-    return weigh_experts(logits, indices, k=k, normalize=normalize, scaling=scaling)
+    return weigh_experts(logits, indices, normalize=normalize, scaling=scaling), indices
 
 
 def expert_scores(logits: torch.Tensor) -> torch.Tensor:
@@ -51,23 +61,12 @@ def expert_scores(logits: torch.Tensor) -> torch.Tensor:
     return F.softplus(logits).sqrt()
 
 
-def weigh_experts(
-    logits: torch.Tensor, indices: torch.Tensor, *, k: int, normalize: bool, scaling: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the weights `[N, k]` of chosen experts `indices` `[N, k]`, and the indices (see `route_tokens`)."""
+def weigh_experts(logits: torch.Tensor, indices: torch.Tensor, *, normalize: bool, scaling: float) -> torch.Tensor:
+    """Return the weights `[N, k]` of chosen experts `indices` `[N, k]` (see `route_tokens`)."""
     weights = expert_scores(logits).gather(-1, indices)
     if normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return weights * scaling, indices
-
-
-# Matrix libraries take other routines, with other rounding, for a handful of rows. An expert's rows are filled up to this
-# many (or to all tokens of a call that has fewer), so that no token's result depends on where the others were routed.
-MIN_EXPERT_ROWS = 16
-# Tokens of a call whose float experts are computed together, without asking which were chosen: steps of decoding.
-MAX_GROUPED_TOKENS = 512
-# Experts whose pages are asked for before they are used: 150 MB of the release.
-EXPERTS_AHEAD = 8
+    return weights * scaling
 
 
 def balanced_token_experts(vocab_size: int, experts: int, k: int) -> torch.Tensor:
@@ -102,18 +101,14 @@ class Dsv4TopKRouter(nn.Module):
         self.weight = nn.Parameter(torch.empty(experts, config.hidden_size))
         self.hashes = layer_idx < config.num_hash_layers
         if self.hashes:
-            table = torch.zeros(config.vocab_size, chosen, dtype=torch.long)
-            self.register_buffer("tid2eid", table)
+            self.register_buffer("tid2eid", torch.zeros(config.vocab_size, chosen, dtype=torch.long))
         else:
             self.register_buffer("e_score_correction_bias", torch.zeros(experts, dtype=torch.float32))
         if config.has_image_bias and not self.hashes:
             self.register_buffer("e_score_correction_bias_vl", torch.zeros(experts, dtype=torch.float32))
         self.temperature = config.gate_temp
-        self.settings = {
-            "k": chosen,
-            "normalize": config.norm_topk_prob,
-            "scaling": config.routed_scaling_factor,
-        }
+        self.top_k = chosen
+        self.settings = {"normalize": config.norm_topk_prob, "scaling": config.routed_scaling_factor}
 
     def forward(
         self,
@@ -136,12 +131,13 @@ class Dsv4TopKRouter(nn.Module):
         """
         logits = wide_linear(x, self.weight, self.kernels) / self.temperature
         if self.hashes:
-            return logits, *weigh_experts(logits, self.tid2eid[input_ids], **self.settings)
+            indices = self.tid2eid[input_ids]
+            return logits, weigh_experts(logits, indices, **self.settings), indices
         bias = self.e_score_correction_bias
         if image_mask is not None:
             bias = torch.where(image_mask[:, None], self.e_score_correction_bias_vl, bias)
         choose = find_kernel(self.kernels, "route_tokens", logits, bias) or route_tokens
-        return logits, *choose(logits, bias, **self.settings)
+        return logits, *choose(logits, bias, k=self.top_k, **self.settings)
 
 
 class _RoutedExperts:
@@ -257,10 +253,6 @@ class PackedBank(NamedTuple):
     down_scale: torch.Tensor
 
 
-# The matrices that a stack holds for each expert, in this order.
-_STACKED = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
-
-
 class Dsv4PackedExperts(_RoutedExperts, HostTensors):
     r"""Packed bank: the file's own tensors, one set per expert, on the host; or, after `move_to`, on an accelerator.
 
@@ -299,7 +291,7 @@ class Dsv4PackedExperts(_RoutedExperts, HostTensors):
             for name, (out_features, in_features) in shapes.items():
                 if expert_dtype == "fp4":
                     weight = (out_features, in_features // 2), torch.int8
-                    scale = (out_features, -(-in_features // 32)), scale_dtype
+                    scale = (out_features, -(-in_features // MXFP4_BLOCK)), scale_dtype
                 else:
                     weight = (out_features, in_features), torch.float8_e4m3fn
                     scale = (-(-out_features // block_size[0]), -(-in_features // block_size[1])), scale_dtype
@@ -315,9 +307,7 @@ class Dsv4PackedExperts(_RoutedExperts, HostTensors):
 
     def move_to(self, device):
         """Stack the tensors of all experts on a device, one expert at a time; theirs become views of the stacks."""
-        stacks = [
-            self._stack(names, part, device) for names in _STACKED.values() for part in ("weight", "weight_scale_inv")
-        ]
+        stacks = [self._stack(names, part, device) for names in _PRODUCTS for part in ("weight", "weight_scale_inv")]
         self.__dict__["bank"] = PackedBank(*stacks)
 
     def _stack(self, names: tuple[str, ...], part: str, device) -> torch.Tensor:
@@ -370,7 +360,7 @@ class Dsv4PackedExperts(_RoutedExperts, HostTensors):
         # The files' pages of the next experts arrive while the ones before them compute.
         for place, expert in enumerate(experts):
             for later in experts[place + EXPERTS_AHEAD if place else 0 : place + EXPERTS_AHEAD + 1]:
-                for names in (("gate_proj", "up_proj"), ("down_proj",)):
+                for names in _PRODUCTS:
                     packed = self._packed(later, names)
                     if not self.unpacked.holds(packed, device, dtype):
                         for tensor in packed:
@@ -400,10 +390,7 @@ class Dsv4PackedExperts(_RoutedExperts, HostTensors):
         def product(x, unpack):
             return UnpackedProduct.apply(x, unpack, F.linear, torch.matmul)
 
-        return lambda expert: (
-            partial(product, unpack=partial(weight, expert, ("gate_proj", "up_proj"))),
-            partial(product, unpack=partial(weight, expert, ("down_proj",))),
-        )
+        return lambda expert: tuple(partial(product, unpack=partial(weight, expert, names)) for names in _PRODUCTS)
 
 
 class Dsv4SparseMoeBlock(nn.Module):

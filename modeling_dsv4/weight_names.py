@@ -6,7 +6,7 @@ name follows from how the tensor is stored:
     F8   dense FP8 tiles      `<stem>.weight` float8 and `<stem>.scale`   ours `<stem>.weight`, `<stem>.weight_scale_inv`
     F4   packed FP4 rows      the same, one scale per row and 32 columns
     W    a plain weight       `<stem>.weight`
-    B    a bias               `<stem>.bias`
+    WB   weight and bias      `<stem>.weight` and `<stem>.bias`
     P    a bare parameter     `<stem>`
 
 Numbers in names (layer, expert, stage, vision block) are holes `{}`; they appear in the same order on both sides.
@@ -20,7 +20,9 @@ from __future__ import annotations
 
 import re
 
-_ATTENTION = {
+_BLOCK = {
+    "attn_norm": ("input_layernorm", "W"),
+    "ffn_norm": ("post_attention_layernorm", "W"),
     "attn.wq_a": ("self_attn.q_a_proj", "F8"),
     "attn.q_norm": ("self_attn.q_a_norm", "W"),
     "attn.wq_b": ("self_attn.q_b_proj", "F8"),
@@ -29,11 +31,6 @@ _ATTENTION = {
     "attn.attn_sink": ("self_attn.sinks", "P"),
     "attn.wo_a": ("self_attn.o_a_proj", "F8"),
     "attn.wo_b": ("self_attn.o_b_proj", "F8"),
-}
-_BLOCK = {
-    "attn_norm": ("input_layernorm", "W"),
-    "ffn_norm": ("post_attention_layernorm", "W"),
-    **_ATTENTION,
     "ffn.gate": ("mlp.gate", "W"),
     "ffn.gate.bias": ("mlp.gate.e_score_correction_bias", "P"),
     "ffn.gate.bias_vl": ("mlp.gate.e_score_correction_bias_vl", "P"),

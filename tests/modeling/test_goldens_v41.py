@@ -93,7 +93,7 @@ def test_routing(name):
         bias = torch.where(
             torch.as_tensor(images).flatten()[:, None], gate.e_score_correction_bias_vl, gate.e_score_correction_bias
         )
-        weights, chosen = route_tokens(logits, bias, **gate.settings)
+        weights, chosen = route_tokens(logits, bias, k=gate.top_k, **gate.settings)
         assert golden.differing_rows(case[f"router_idx.{index}"], chosen.numpy(), mask) == 0
         got = np.sort(weights.numpy().reshape(*mask.shape, -1), -1)
         assert np.abs(expected - got)[mask].max() < 2e-5
