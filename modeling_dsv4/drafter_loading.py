@@ -44,20 +44,25 @@ class LoadsDrafter:
         config = self.config_class.from_pretrained(folder)
         text, own = config.get_text_config(), self.config.get_text_config()
         check_drafter(True, text)
-        stages = Dsv4DraftStages.from_pretrained(folder, config=config, dtype=self.dtype, **self._quantization(config))
+        linear = next(module for module in self.modules() if isinstance(module, Dsv4Linear))
+        options = _quantization_like(linear, config)
+        stages = Dsv4DraftStages.from_pretrained(folder, config=config, dtype=self.dtype, **options)
         own.num_nextn_predict_layers = text.num_nextn_predict_layers
         own.compress_ratios = text.compress_ratios
         for module in stages.mtp.modules():  # settings made on the model reach its drafter
             if hasattr(module, "config"):
                 module.config = own
-        stages.mtp.to(self.lm_head.weight.device).train(self.training)
+            if hasattr(type(module), "kernels"):
+                module.kernels = linear.kernels
+        # Weights that are offloaded lie nowhere; the drafter then goes to where others stay.
+        present = (p.device for p in (self.lm_head.weight, *self.parameters()) if p.device.type != "meta")
+        stages.mtp.to(next(present, stages.device)).train(self.training)
         getattr(self.model, "language_model", self.model).mtp = stages.mtp
         self._no_split_modules |= stages._no_split_modules
 
-    def _quantization(self, config) -> dict:
-        """Arguments of `from_pretrained` that load the drafter as the model was: packed or float, inputs rounded or not."""
-        if getattr(config, "quantization_config", None) is None:
-            return {}
-        linear = next(module for module in self.modules() if isinstance(module, Dsv4Linear))
-        options = Dsv4QuantizationConfig(not linear.is_packed, linear.quantize_activations)
-        return {"quantization_config": options}
+
+def _quantization_like(linear: Dsv4Linear, config) -> dict:
+    """Arguments of `from_pretrained` that load packed or float, and round inputs or not, as a layer of the model does."""
+    if getattr(config, "quantization_config", None) is None:
+        return {}
+    return {"quantization_config": Dsv4QuantizationConfig(not linear.is_packed, linear.quantize_activations)}

@@ -28,6 +28,18 @@ from .sequence_layout import SequenceLayout
 from .sparse_attention import attend_with_sinks
 
 
+def window_frequencies(config, device: torch.device) -> torch.Tensor:
+    """Return the rotation speeds `[P]` float32 of layers without compression, which draft stages are."""
+    return rotary_frequencies(config.qk_rope_head_dim, config.rope_theta, device=device)
+
+
+def draft_context(config, layout: SequenceLayout, input_ids: torch.Tensor | None = None) -> LayerContext:
+    """Return the context of a draft stage for the tokens of `layout`."""
+    frequencies = {"main": window_frequencies(config, layout.past.device)}
+    tables = {"main": rotary_table(layout.position_ids, frequencies["main"])}
+    return LayerContext(layout, tables, frequencies, input_ids=input_ids)
+
+
 class DraftBlock(NamedTuple):
     """What a drafter proposes: tokens `[B, K]` int64 and, of DSpark, confidence logits `[B, K]` float32."""
 
@@ -124,7 +136,7 @@ class Dsv4DSpark(nn.ModuleList):
             `torch.Tensor` of shape `[B, S, stages, D]`, dtype of `features`.
         """
         main = self[0].main_norm(self[0].main_proj(features))
-        table = rotary_table(position_ids, self._frequencies(features.device))
+        table = rotary_table(position_ids, window_frequencies(self.config, features.device))
         return torch.stack([stage.self_attn.make_window(main, table) for stage in self], dim=2)
 
     def run_block(
@@ -141,9 +153,7 @@ class Dsv4DSpark(nn.ModuleList):
             `torch.Tensor` of shape `[N, K, H]`: collapsed states before the last norm.
         """
         layout = SequenceLayout(first, torch.full_like(first, embeds.shape[1]), embeds.shape[1])
-        frequencies = {"main": self._frequencies(embeds.device)}
-        tables = {"main": rotary_table(layout.position_ids, frequencies["main"])}
-        context = LayerContext(layout, tables, frequencies)
+        context = draft_context(self.config, layout)
         streams = embeds.unsqueeze(2).expand(-1, -1, self.config.hc_mult, -1).contiguous()
         flow = StreamState(streams, first_pre(streams), SharedState())
         for stage, seen in zip(self, entries.unbind(2), strict=True):
@@ -213,6 +223,3 @@ class Dsv4DSpark(nn.ModuleList):
             previous.append(drafted[-1])
         confidence = self.confidence_logits(states, torch.stack(previous[:-1], dim=1))
         return DraftBlock(torch.stack(drafted, dim=1), confidence)
-
-    def _frequencies(self, device: torch.device) -> torch.Tensor:
-        return rotary_frequencies(self.config.qk_rope_head_dim, self.config.rope_theta, device=device)

@@ -20,10 +20,10 @@ from .attention import LayerContext, SharedState
 from .cache import Dsv4Cache
 from .cache_storage import TokenRing
 from .decoder import Dsv4DecoderLayer, StreamState
-from .dspark import DraftBlock
+from .dspark import DraftBlock, draft_context, window_frequencies
 from .hyper_connections import Dsv4HyperHead, collapse_streams, first_pre
 from .layers import Dsv4Linear, Dsv4RMSNorm
-from .rotary import rotary_frequencies, rotary_table
+from .rotary import rotary_table
 from .sequence_layout import SequenceLayout
 
 
@@ -104,7 +104,7 @@ class Dsv4Mtp(nn.ModuleList):
         entering = layer.enter(before, embeds)
         x = layer.input_layernorm(layer.attn_hc(entering).x)
         positions = (layout.position_ids - 1).clamp(min=0)  # the position before the first token is never attended
-        table = rotary_table(positions, self._frequencies(embeds.device))
+        table = rotary_table(positions, window_frequencies(self.config, embeds.device))
         entries.append(layer.self_attn.make_window(x, table), layout, keep_extra=extra)
 
     def propose(
@@ -120,12 +120,7 @@ class Dsv4Mtp(nn.ModuleList):
         lengths = cache.lengths.to(tokens.device)
         past = lengths - 1
         layout = SequenceLayout(past, torch.ones_like(past), 1, floor=cache.window_floor).to(tokens.device)
-        frequencies = {"main": self._frequencies(tokens.device)}
-        tables = {"main": rotary_table(layout.position_ids, frequencies["main"])}
-        context = LayerContext(layout, tables, frequencies, None, tokens[:, None])
+        context = draft_context(self.config, layout, tokens[:, None])
         window = _ReadOnlyWindow(entries, self.config.sliding_window - 1, lengths)
         state = self[0].predict(last_streams.last(1, lengths), embed(tokens[:, None]), context, window)
         return DraftBlock(choose(0, head(state)[:, 0])[:, None], None)
-
-    def _frequencies(self, device: torch.device) -> torch.Tensor:
-        return rotary_frequencies(self.config.qk_rope_head_dim, self.config.rope_theta, device=device)

@@ -1,0 +1,35 @@
+"""A drafter that is loaded behind its model: it computes where the model does, and as the model was told to."""
+
+import torch
+
+from modeling_dsv4 import Dsv4QuantizationConfig, Dsv41ForCausalLM
+from tests.golden_cases import CHECKPOINT_V41
+from tests.modeling.draft_models import golden_drafter
+
+IDS = torch.arange(20, 33)[None]
+
+
+def load(**options):
+    """The golden checkpoint as floats, without a drafter."""
+    quantization = Dsv4QuantizationConfig(dequantize=True)
+    return Dsv41ForCausalLM.from_pretrained(
+        CHECKPOINT_V41, dtype=torch.float32, quantization_config=quantization, **options
+    )
+
+
+def test_the_choice_of_kernels_reaches_the_drafter():
+    model = load()
+    model.set_kernels("off")
+    model.load_drafter()
+    chosen = [module.kernels for module in model.drafter.modules() if hasattr(module, "kernels")]
+    assert len(chosen) > 10 and set(chosen) == {None}
+
+
+def test_beside_a_head_on_the_disk(tmp_path):
+    """Weights that are offloaded lie on no device to which a drafter could go."""
+    model = load(device_map={"model": "cpu", "lm_head": "disk"}, offload_folder=str(tmp_path))
+    assert model.lm_head.weight.device.type == "meta"
+    options = {"max_new_tokens": 6, "do_sample": False}
+    text = model.generate(IDS, use_mtp=True, **options)
+    assert {parameter.device.type for parameter in model.drafter.parameters()} == {"cpu"}
+    assert torch.equal(text, golden_drafter().generate(IDS, **options))
