@@ -136,7 +136,7 @@ class Dsv4Config(DecoderConfig):
         self._require("num_hash_layers", f"at most {depth}", self.num_hash_layers <= depth)
         if self.draft_stages:
             for key, (accepts, accepted) in DSPARK_RULES.items():
-                self._require(key, accepted, accepts(getattr(self, key, None)))
+                self._require(key, f"a value as in builds with DSpark, {accepted}", accepts(getattr(self, key, None)))
             self._check_drafter()
         size, most = self.index_head_dim, max(1, self.draft_stages)
         self._require("index_head_dim", "a power of two (Hadamard rotation)", size & (size - 1) == 0)

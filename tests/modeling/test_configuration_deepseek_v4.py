@@ -238,7 +238,7 @@ def test_broken_ratios_are_named(ratios):
     ],
 )
 def test_keys_of_the_drafter_are_checked(key, value, accepted):
-    with pytest.raises(ValueError, match=f"{key} is {re.escape(repr(value))}; accepted: {accepted}"):
+    with pytest.raises(ValueError, match=f"{key} is {re.escape(repr(value))}; accepted: .*{accepted}"):
         Dsv4Config(**flash_0731() | {key: value})
 
 
