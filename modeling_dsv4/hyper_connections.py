@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from .kernel_seam import AUTO, find_kernel
+from .kernel_seam import AUTO, find_kernel, is_plain
 from .sparse_attention import full_precision, wide
 
 # Numbers of streams that the kernel computes: its tiles have powers of two.
@@ -191,18 +191,13 @@ class Dsv4HyperConnection(nn.Module):
         """
         pre = carried_pre if self.single_pass else None
         parameters = self.fn, self.base, self.scale
-        weight = norm.func.weight if norm is not None and _is_plain(norm.func) else None
+        weight = norm.func.weight if norm is not None and is_plain(norm.func) else None
         given = [t for t in (streams, *(pending or ()), pre, *parameters, weight) if t is not None]
         kernel = find_kernel(self.kernels, "hyper_connection_site", *given)
         if kernel is None or streams.shape[-2] not in KERNEL_STREAMS:
             return hyper_connection_site(streams, pending, pre, *parameters, norm, **self.settings)
         site = HyperConnectionSite(*kernel(streams, pending, pre, *parameters, weight, **self.settings))
         return site if norm is None or weight is not None else site._replace(x=norm(site.x))
-
-
-def _is_plain(norm: nn.Module) -> bool:
-    """Whether a norm is its weight alone: no adapter around it, and nobody who watches it."""
-    return not (hasattr(norm, "base_layer") or norm._forward_hooks or norm._forward_pre_hooks)
 
 
 class Dsv4HyperHead(nn.Module):

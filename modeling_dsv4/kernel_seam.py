@@ -107,6 +107,11 @@ def find_kernel(kernels: KernelSet | None, name: str, *tensors: torch.Tensor) ->
     return partial(_run_on, device, kernel) if is_elsewhere else kernel
 
 
+def is_plain(module: nn.Module) -> bool:
+    """Whether a kernel may take the place of a call of `module`: no adapter is around it, and nobody watches it."""
+    return not (hasattr(module, "base_layer") or module._forward_hooks or module._forward_pre_hooks)
+
+
 def _run_on(device: torch.device, kernel: Callable, *args, **kwargs):
     """Launch on the device of the tensors: Triton launches on the current one."""
     with torch.cuda.device(device):
@@ -120,8 +125,9 @@ class KernelsMixin:
         r"""Choose the kernels of this model; the numbers stay within the rounding of its dtype.
 
         Args:
-            source (`str` or path): "auto" (the default) uses them for tensors on an NVIDIA device of compute capability 9.0
-                or more, if the installed package or the Hub has them; "off" never; a path loads a kernel repository, as written by `convert kernels`.
+            source (`str` or path): "auto" (the default) uses them for tensors on an NVIDIA device of compute capability
+                9.0 or more, if the installed package or the Hub has them; "off" never; a path loads a kernel repository,
+                as written by `convert kernels`.
 
         Raises:
             ValueError: for another value. OSError, ImportError: see `KernelSet.load`.

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .fp_codecs import dequantize_fp8_tiles, round_fp8
-from .kernel_seam import AUTO, KernelSet, find_kernel
+from .kernel_seam import AUTO, KernelSet, find_kernel, is_plain
 from .sparse_attention import full_precision, wide
 
 # Rows of a packed weight that are dequantised at a time hold at most this many elements.
@@ -254,7 +254,7 @@ class Dsv4MLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map `[..., H]` to `[..., H]`; dtype of `x`."""
         gate, up = self.gate_proj, self.up_proj
-        plain = isinstance(gate, Dsv4Linear) and isinstance(up, Dsv4Linear)  # adapters wrap them
+        plain = all(isinstance(linear, Dsv4Linear) and is_plain(linear) for linear in (gate, up))
         kernel = gate.find_packed_kernel("packed_swiglu", x, up) if plain else None
         if kernel is not None:
             return self.down_proj(kernel(limit=self.limit, activation_block=gate.rounded_block))

@@ -143,3 +143,6 @@ def test_modules_use_the_kernel(rounds, device, repository, monkeypatch):
     assert error(block(x), result) < 2e-6 and len(calls) == 6
     linear.weight_scale_inv = torch.nn.Parameter(decode_e8m0(linear.weight_scale_inv), requires_grad=False)
     assert error(linear(x), expected[0]) < 1e-6 and len(calls) == 6  # float32 scales: the reference
+    block.up_proj, seen = block.up_proj[0], []
+    block.gate_proj.register_forward_hook(lambda *call: seen.append(call))
+    assert error(block(x), result) < 2e-6 and len(calls) == 9 and seen  # who watches a matrix sees its call
