@@ -43,6 +43,8 @@ def sequence_balance(
 def mean_over_labels(values: torch.Tensor, labels: torch.Tensor, total: torch.Tensor | int | None) -> torch.Tensor:
     r"""Return the mean of values of positions over those with a label, so that it adds up over micro-batches.
 
+    Labels and their number may lie on another device than the values.
+
     Args:
         values (`torch.Tensor` of shape `[B, S]`): such as the balance of each position's sequence.
         labels (`torch.Tensor` of shape `[B, S]`, int64): label of each position, already shifted; -100 does not count.
@@ -52,4 +54,5 @@ def mean_over_labels(values: torch.Tensor, labels: torch.Tensor, total: torch.Te
         `torch.Tensor`, scalar.
     """
     counted = (labels != -100).to(values)
-    return (values * counted).sum() / (counted.sum().clamp(min=1) if total is None else total)
+    total = counted.sum().clamp(min=1) if total is None else torch.as_tensor(total, device=values.device)
+    return (values * counted).sum() / total

@@ -579,10 +579,9 @@ class CausalHead:
         shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=-100) if shift_labels is None else shift_labels
         text = self.config.get_text_config()
         if outputs.balance is not None:
-            result.aux_loss = mean_over_labels(outputs.balance, shifted.to(outputs.balance.device), num_items_in_batch)
+            result.aux_loss = mean_over_labels(outputs.balance, shifted, num_items_in_batch)
             result.add_loss("balance", result.aux_loss, text.balance_loss_weight)
         if outputs.divergence is not None:
-            of_tokens = outputs.divergence
-            result.indexer_loss = mean_over_labels(of_tokens, shifted.to(of_tokens.device), num_items_in_batch)
+            result.indexer_loss = mean_over_labels(outputs.divergence, shifted, num_items_in_batch)
             result.add_loss("indexer", result.indexer_loss, text.indexer_loss_weight)
         return result

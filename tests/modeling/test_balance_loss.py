@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from modeling_dsv4.balance_loss import mean_over_labels, sequence_balance
 from modeling_dsv4.moe import Dsv4TopKRouter
@@ -163,3 +164,11 @@ def test_packed_documents_are_sequences_of_their_own(family, v4_with_mtp):
         expected = sum(n * part[name].item() for n, part in zip(count, alone, strict=True)) / sum(count)
         assert found.item() == pytest.approx(expected, rel=1e-5), name
         assert again[name].item() == pytest.approx(expected, rel=1e-5), name
+
+
+def test_labels_and_their_number_may_lie_on_other_devices():
+    """A model that is spread over devices: Trainer counts on the first, the last layers' values lie on the last."""
+    with FakeTensorMode():
+        values, labels = torch.empty(2, 3, device="cuda:1"), torch.empty(2, 3, dtype=torch.long, device="cuda:0")
+        total = torch.empty((), dtype=torch.long, device="cuda:0")
+        assert mean_over_labels(values, labels, total).device == values.device
