@@ -14,6 +14,8 @@ column in the low nibble.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
@@ -160,43 +162,41 @@ def dequantize_fp8(values: torch.Tensor, scale: torch.Tensor, *, block: int = FP
     return _unblocks(_blocks(values, block) * decode_e8m0(scale)[..., None], values.shape[-1])
 
 
-def quantize_mxfp4(x: torch.Tensor, *, block: int = MXFP4_BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
-    r"""Quantise to packed FP4 E2M1 with one power-of-two scale per block (contract section 2, Q4e8).
+def quantize_mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    r"""Quantise to packed FP4 E2M1 with one power-of-two scale per 32 channels (contract section 2, Q4e8).
 
     Args:
         x (`torch.Tensor` of shape `[..., N]`, any float dtype, N even).
-        block (`int`, *optional*, defaults to 32).
 
     Returns:
         packed (`torch.Tensor` of shape `[..., N // 2]`, uint8) and
-        scale (`torch.Tensor` of shape `[..., ceil(N / block)]`, uint8 E8M0 codes).
+        scale (`torch.Tensor` of shape `[..., ceil(N / 32)]`, uint8 E8M0 codes).
     """
-    blocks = _blocks(x, block)
+    blocks = _blocks(x, MXFP4_BLOCK)
     scale = power_of_two_scale(blocks.abs().amax(-1), E2M1_MAX, MXFP4_AMAX_FLOOR)
     codes = encode_e2m1(blocks / decode_e8m0(scale)[..., None])
     return pack_nibbles(_unblocks(codes, x.shape[-1])), scale
 
 
-def dequantize_mxfp4(packed: torch.Tensor, scale: torch.Tensor, *, block: int = MXFP4_BLOCK) -> torch.Tensor:
+def dequantize_mxfp4(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Return the float32 values `[..., N]` of packed MXFP4 `[..., N // 2]` and its scale codes."""
     values = decode_e2m1(unpack_nibbles(packed))
-    return _unblocks(_blocks(values, block) * decode_e8m0(scale)[..., None], values.shape[-1])
+    return _unblocks(_blocks(values, MXFP4_BLOCK) * decode_e8m0(scale)[..., None], values.shape[-1])
 
 
-def quantize_nvfp4(x: torch.Tensor, *, block: int = NVFP4_BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
-    r"""Quantise to packed FP4 E2M1 with one E4M3 scale per block and no global scale (contract section 2, Q4e4).
+def quantize_nvfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    r"""Quantise to packed FP4 E2M1 with one E4M3 scale per 16 channels and no global scale (contract section 2, Q4e4).
 
     Source: V4.1 report section 2.4.4; largest magnitude 448 * 6 = 2688.
 
     Args:
         x (`torch.Tensor` of shape `[..., N]`, any float dtype, N even).
-        block (`int`, *optional*, defaults to 16).
 
     Returns:
         packed (`torch.Tensor` of shape `[..., N // 2]`, uint8) and
-        scale (`torch.Tensor` of shape `[..., ceil(N / block)]`, uint8 bytes of E4M3 values).
+        scale (`torch.Tensor` of shape `[..., ceil(N / 16)]`, uint8 bytes of E4M3 values).
     """
-    blocks = _blocks(x, block)
+    blocks = _blocks(x, NVFP4_BLOCK)
     amax = blocks.abs().amax(-1).clamp(min=NVFP4_AMAX_FLOOR)
     # A true division here, unlike the power-of-two scales (contract section 2).
     scale = (amax / E2M1_MAX).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
@@ -204,47 +204,45 @@ def quantize_nvfp4(x: torch.Tensor, *, block: int = NVFP4_BLOCK) -> tuple[torch.
     return pack_nibbles(_unblocks(codes, x.shape[-1])), scale.view(torch.uint8)
 
 
-def dequantize_nvfp4(packed: torch.Tensor, scale: torch.Tensor, *, block: int = NVFP4_BLOCK) -> torch.Tensor:
+def dequantize_nvfp4(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Return the float32 values `[..., N]` of packed NVFP4 `[..., N // 2]` and its E4M3 scale bytes."""
     values = decode_e2m1(unpack_nibbles(packed))
     scale = scale.view(torch.float8_e4m3fn).float()
-    return _unblocks(_blocks(values, block) * scale[..., None], values.shape[-1])
+    return _unblocks(_blocks(values, NVFP4_BLOCK) * scale[..., None], values.shape[-1])
 
 
 class _RoundStraightThrough(torch.autograd.Function):
     """Round through a format and back; the gradient passes as if nothing had been rounded (V4.1 report, 2.4.4)."""
 
     @staticmethod
-    def forward(ctx, x, quantize, dequantize, block):
-        return dequantize(*quantize(x, block=block), block=block).to(x.dtype)
+    def forward(ctx, x, quantize, dequantize):
+        return dequantize(*quantize(x)).to(x.dtype)
 
     @staticmethod
     def backward(ctx, grad):
-        return grad, None, None, None
+        return grad, None, None
 
 
 def round_fp8(x: torch.Tensor, *, block: int = FP8_BLOCK) -> torch.Tensor:
     """Round `[..., N]` to what FP8 with power-of-two block scales stores; dtype of `x`, straight-through gradient."""
-    return _RoundStraightThrough.apply(x, quantize_fp8, dequantize_fp8, block)
+    return _RoundStraightThrough.apply(x, partial(quantize_fp8, block=block), partial(dequantize_fp8, block=block))
 
 
-def round_mxfp4(x: torch.Tensor, *, block: int = MXFP4_BLOCK) -> torch.Tensor:
+def round_mxfp4(x: torch.Tensor) -> torch.Tensor:
     """Round `[..., N]` to what MXFP4 stores; dtype of `x`, straight-through gradient."""
-    return _RoundStraightThrough.apply(x, quantize_mxfp4, dequantize_mxfp4, block)
+    return _RoundStraightThrough.apply(x, quantize_mxfp4, dequantize_mxfp4)
 
 
-def round_nvfp4(x: torch.Tensor, *, block: int = NVFP4_BLOCK) -> torch.Tensor:
+def round_nvfp4(x: torch.Tensor) -> torch.Tensor:
     """Round `[..., N]` to what NVFP4 without a global scale stores; dtype of `x`, straight-through gradient."""
-    return _RoundStraightThrough.apply(x, quantize_nvfp4, dequantize_nvfp4, block)
+    return _RoundStraightThrough.apply(x, quantize_nvfp4, dequantize_nvfp4)
 
 
 def round_fp8_tiles(weight: torch.Tensor, *, block_size: tuple[int, int] = (32, 32)) -> torch.Tensor:
     """Round a matrix `[O, I]` to what FP8 tiles store; dtype of `weight`, straight-through gradient."""
+    options = {"block_size": block_size}
     return _RoundStraightThrough.apply(
-        weight,
-        lambda x, block: quantize_fp8_tiles(x, block_size=block),
-        lambda values, scale, block: dequantize_fp8_tiles(values, scale, block_size=block),
-        block_size,
+        weight, partial(quantize_fp8_tiles, **options), partial(dequantize_fp8_tiles, **options)
     )
 
 
@@ -334,29 +332,25 @@ def dequantize_rows(values: torch.Tensor, scale: torch.Tensor, *, block: int, dt
     return _scale_rows(_lookup(table, values), decode_scale(scale).to(working), block).to(dtype)
 
 
-def quantize_fp4_rows(weight: torch.Tensor, *, block: int = MXFP4_BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_fp4_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     r"""Quantise a weight matrix to packed FP4 rows, the released form of routed experts.
 
     Args:
-        weight (`torch.Tensor` of shape `[..., O, I]`, any float dtype, I a multiple of `block`).
-        block (`int`, *optional*, defaults to 32): columns per scale.
+        weight (`torch.Tensor` of shape `[..., O, I]`, any float dtype, I even).
 
     Returns:
-        packed (`[..., O, I // 2]`, int8) and scale (`[..., O, I // block]`, float8_e8m0fnu).
+        packed (`[..., O, I // 2]`, int8) and scale (`[..., O, ceil(I / 32)]`, float8_e8m0fnu).
     """
-    packed, scale = quantize_mxfp4(weight, block=block)
+    packed, scale = quantize_mxfp4(weight)
     return packed.view(torch.int8), scale.view(torch.float8_e8m0fnu)
 
 
-def dequantize_fp4_rows(
-    packed: torch.Tensor, scale: torch.Tensor, *, block: int = MXFP4_BLOCK, dtype=torch.float32
-) -> torch.Tensor:
+def dequantize_fp4_rows(packed: torch.Tensor, scale: torch.Tensor, *, dtype=torch.float32) -> torch.Tensor:
     r"""Return the float weight of packed FP4 rows; exact in bfloat16 and wider.
 
     Args:
         packed (`torch.Tensor` of shape `[..., O, I // 2]`, int8 or uint8).
-        scale (`torch.Tensor` of shape `[..., O, ceil(I / block)]`, float8_e8m0fnu, uint8 codes or float32).
-        block (`int`, *optional*, defaults to 32): columns per scale.
+        scale (`torch.Tensor` of shape `[..., O, ceil(I / 32)]`, float8_e8m0fnu, uint8 codes or float32).
         dtype (`torch.dtype`, *optional*, defaults to float32): of the result.
 
     Returns:
@@ -371,4 +365,4 @@ def dequantize_fp4_rows(
         values = decode_e2m1(unpack_nibbles(packed)).to(working)
     else:
         values = _lookup(pairs.view(word).squeeze(-1), packed).view(working)
-    return _scale_rows(values, decode_scale(scale).to(working), block).to(dtype)
+    return _scale_rows(values, decode_scale(scale).to(working), MXFP4_BLOCK).to(dtype)
