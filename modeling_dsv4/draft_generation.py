@@ -45,10 +45,9 @@ class DraftSession:
         scheduler (`DSparkScheduler`, *optional*).
     """
 
-    def __init__(self, model, config: GenerationConfig, processor: LogitsProcessorList, scheduler=None):
+    def __init__(self, model, config: GenerationConfig, processor: LogitsProcessorList, scheduler):
         self.model, self.config, self.processor = model, config, processor
-        self.scheduler = scheduler or DSparkScheduler()
-        self.report = DraftReport(scheduler=self.scheduler)
+        self.report = DraftReport(scheduler=scheduler or DSparkScheduler())
         self.pad = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
 
     def draft(
@@ -85,7 +84,7 @@ class DraftSession:
             min(most, self.config.max_length - len(row) - 1) if wanted else -1
             for row, wanted in zip(rows, active, strict=True)
         ]
-        lengths = self.scheduler.choose(block.confidence, limits)
+        lengths = self.report.scheduler.choose(block.confidence, limits)
         return lengths, torch.stack(drafts, dim=1), torch.stack(scores, dim=1), block.confidence
 
 

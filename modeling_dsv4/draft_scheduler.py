@@ -36,6 +36,7 @@ class DraftReport:
         verified, accepted_by_position (lists of `int`): times that a position was verified, and kept.
         predicted (list of `float`): sum over the verified of the predicted survival.
         confidences, outcomes: of every position whose predecessors were accepted, its confidence logit and whether it was.
+        scheduler (`DSparkScheduler`): says what a confidence logit predicts.
     """
 
     steps: int = 0
@@ -46,7 +47,7 @@ class DraftReport:
     predicted: list[float] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
     outcomes: list[bool] = field(default_factory=list)
-    scheduler: DSparkScheduler | None = field(default=None, repr=False)
+    scheduler: DSparkScheduler = field(default_factory=lambda: DSparkScheduler(), repr=False)
 
     @property
     def observed_acceptance(self) -> list[float]:
@@ -65,7 +66,7 @@ class DraftReport:
         """Mean distance of predicted and observed conditional acceptance over ten bins, weighted by their size."""
         if not self.confidences:
             return None
-        predicted = (self.scheduler or DSparkScheduler()).acceptance(torch.tensor(self.confidences))
+        predicted = self.scheduler.acceptance(torch.tensor(self.confidences))
         observed = torch.tensor(self.outcomes, dtype=predicted.dtype)
         bins = (predicted * CALIBRATION_BINS).long().clamp(max=CALIBRATION_BINS - 1)
         gaps = torch.zeros(CALIBRATION_BINS, dtype=predicted.dtype).index_add(0, bins, predicted - observed)
@@ -90,7 +91,7 @@ class DraftReport:
             self.accepted_by_position[position] += position < accepted
         if confidence is None:
             return
-        survival = (self.scheduler or DSparkScheduler()).survival(confidence[None])[0]
+        survival = self.scheduler.survival(confidence[None])[0]
         for position in range(known):
             self.predicted[position] += float(survival[position])
         tested = min(known, accepted + 1)

@@ -57,7 +57,7 @@ class LoadsDrafter:
         # Weights that are offloaded lie nowhere; the drafter then goes to where others stay.
         present = (p.device for p in (self.lm_head.weight, *self.parameters()) if p.device.type != "meta")
         stages.mtp.to(next(present, stages.device)).train(self.training)
-        getattr(self.model, "language_model", self.model).mtp = stages.mtp
+        self._language_model.mtp = stages.mtp
         self._no_split_modules |= stages._no_split_modules
 
 

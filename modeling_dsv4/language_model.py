@@ -368,9 +368,8 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
     def drafter_device(self) -> torch.device:
         """Where the drafter computes: another device than the first layers' where a device map says so."""
         device = self.drafter[0].input_layernorm.weight.device
-        return (
-            self.norm.weight.device if device.type == "meta" else device
-        )  # offloaded weights come when they are used
+        # Weights that are offloaded come when they are used.
+        return self.norm.weight.device if device.type == "meta" else device
 
     def _draft_layers(self, wanted: bool) -> list[int]:
         """Layers whose entering streams the drafter reads."""
@@ -549,7 +548,7 @@ class CausalHead:
             "output_divergence": trains and text.indexer_loss_weight > 0,
         }
 
-    def _add_head(self, outputs: Dsv4ModelOutput, labels, logits_to_keep, num_items_in_batch=None, shift_labels=None):
+    def _add_head(self, outputs: Dsv4ModelOutput, labels, logits_to_keep, num_items_in_batch, shift_labels):
         """Return logits of the kept positions, the loss if there are labels, and the model's optional outputs.
 
         `shift_labels` `[B, S]` are labels already shifted, as sequence parallelism passes them; they win over `labels`.

@@ -108,14 +108,14 @@ class ReleasedCheckpoint:
         model (`PreTrainedModel`): on the meta device, packed or float.
         tensors (`dict[str, torch.Tensor]`): by the names of the files (or any names that the table knows).
         entries (`dict[str, TensorEntry]`): where each tensor lies, for messages.
-        quantization (`Dsv4QuantizationConfig`, *optional*): of the checkpoint; `None` for one of floats.
-        source (`str`): folder, for messages.
+        quantization (`Dsv4QuantizationConfig` or `None`): of the checkpoint; `None` for one of floats.
+        source (`str`): folder, for messages; empty for a state dict.
 
     Raises:
         ValueError: for unknown tensors, and for packed ones without a quantization.
     """
 
-    def __init__(self, model, tensors, entries: dict[str, TensorEntry], quantization=None, source: str = ""):
+    def __init__(self, model, tensors, entries: dict[str, TensorEntry], quantization, source: str):
         self.names: WeightNames = model.weight_names
         self.optional_parts: dict[str, re.Pattern] = model.optional_parts
         self.source = source
@@ -171,7 +171,7 @@ class ReleasedCheckpoint:
                     "quantization_config; accepted: the released config.json, or float tensors."
                 )
 
-    def load_all(self, ignore_mismatched_sizes: bool = False) -> dict[str, torch.Tensor | MadeTensor]:
+    def load_all(self, ignore_mismatched_sizes: bool) -> dict[str, torch.Tensor | MadeTensor]:
         r"""Return every tensor the model expects, by its name: a view of the files, or what makes another form of it.
 
         Raises:

@@ -20,7 +20,7 @@ def load(**options):
 def test_the_choice_of_kernels_reaches_the_drafter():
     model = load()
     model.set_kernels("off")
-    model.load_drafter()
+    model.load_drafter(CHECKPOINT_V41)
     chosen = [module.kernels for module in model.drafter.modules() if hasattr(module, "kernels")]
     assert len(chosen) > 10 and set(chosen) == {None}
 
