@@ -245,10 +245,13 @@ class DraftedRows:
         width = ends.shape[1]
         fed = [ends[row, width - 1 - (longest - count) : width - 1] for row, count in enumerate(self.new)]
         # In pieces of a window: replay skips nothing of them, as nothing of plain decoding, and few logits exist at once.
-        window = self.session.model.config.get_text_config().sliding_window
-        for start in range(0, max(map(len, fed)), window):
-            self._forward(cache, [ids[start : start + window] for ids in fed])
-        self._align(cache)
+        # They are fed behind the longest row, where a fixed capacity may have room for fewer.
+        piece = self.session.model.config.get_text_config().sliding_window
+        if cache.max_length is not None:
+            piece = max(1, min(piece, cache.max_length - cache.columns))
+        for start in range(0, max(map(len, fed)), piece):
+            self._forward(cache, [ids[start : start + piece] for ids in fed])
+            self._align(cache)
 
     def _sequences(self) -> torch.Tensor:
         """The rows `[B, T]`, ended ones filled with padding."""

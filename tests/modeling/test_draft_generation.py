@@ -356,12 +356,19 @@ def test_prompt_embeddings():
         assert torch.equal(out.sequences, plain[rows])
 
 
-def test_a_cache_of_fixed_capacity_needs_no_more_room_than_plain_decoding():
+@pytest.mark.parametrize("one_row_ends", [False, True])
+def test_a_cache_of_fixed_capacity_needs_no_more_room_than_plain_decoding(one_row_ends):
     model, ids = drafting_model(), some_ids(2, 9, seed=8)
-    plain = model.generate(ids, **GREEDY)
-    cache = Dsv4Cache(model.config, max_length=9 + 12)
-    out = drafted(model, ids, plain, lambda n, s: (n + s) % 3 == 0, cache=cache)
-    assert torch.equal(out.sequences, plain)
+    free, settings = model.generate(ids, **GREEDY)[:, 9:].tolist(), {}
+    if one_row_ends:
+        settings["eos_token_id"] = next(token for token in free[0] if token not in free[1])
+    plain, cache = (Dsv4Cache(model.config, max_length=9 + 12) for _ in range(2))
+    text = model.generate(ids, cache=plain, **GREEDY | settings)
+    out = drafted(model, ids, text, lambda n, s: (n + s) % 3 == 0, cache=cache, **settings)
+    assert torch.equal(out.sequences, text) and bool((text[0] == PAD).any()) == one_row_ends
+    assert torch.equal(cache.lengths, plain.lengths) and cache.columns == plain.columns == 20
+    with torch.no_grad():
+        torch.testing.assert_close(*(model(ids[:, :1], cache=c).logits for c in (cache, plain)), atol=EXACT, rtol=0)
 
 
 @pytest.mark.slow
