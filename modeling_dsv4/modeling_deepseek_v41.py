@@ -22,7 +22,7 @@ from .dspark import Dsv4DSpark
 from .generation_dsv4 import Dsv4GenerationMixin
 from .language_model import CausalHead, Dsv4CausalLMOutput, Dsv4LanguageModel, Dsv4ModelOutput, Dsv4PreTrainedModel
 from .released_loading import register_models
-from .vision import Dsv41MultiModalProjector, Dsv41VisionTower, image_span, unshuffle, unshuffle_index
+from .vision import Dsv41MultiModalProjector, Dsv41VisionTower, check_images, image_span, unshuffle, unshuffle_index
 from .weight_names import WeightNames
 
 
@@ -111,20 +111,12 @@ class Dsv41Model(Dsv4PreTrainedModel):
         """
         if self.config.vision_config is None:
             raise ValueError("pixel_values were given to a model without vision_config; accepted: text alone.")
-        ratio = self.config.vision_config.downsample_ratio
-        sizes = image_grid_hw.prod(-1).tolist()
+        ratio, patch_size = self.config.vision_config.downsample_ratio, self.config.vision_config.patch_size
+        check_images(pixel_values, image_grid_hw, image_unshuffle_index, patch_size=patch_size, ratio=ratio)
         cells = -(-image_grid_hw // ratio)
-        counts = cells.prod(-1).tolist()
-        if pixel_values.ndim != 4 or sum(sizes) != len(pixel_values):
-            raise ValueError(
-                f"pixel_values has shape {list(pixel_values.shape)}; accepted: [{sum(sizes)}, 3, patch, patch], the "
-                f"patches of image_grid_hw {image_grid_hw.tolist()}."
-            )
+        sizes, counts = image_grid_hw.prod(-1).tolist(), cells.prod(-1).tolist()
         if image_unshuffle_index is None:
             image_unshuffle_index = unshuffle_index(image_grid_hw, ratio)
-        if tuple(image_unshuffle_index.shape) != (sum(counts), ratio**2):
-            shape = list(image_unshuffle_index.shape)
-            raise ValueError(f"image_unshuffle_index has shape {shape}; accepted: {[sum(counts), ratio**2]}.")
         features = self.vision_tower(pixel_values, image_grid_hw)
         pieces = zip(features.split(sizes), image_unshuffle_index.to(features.device).split(counts), strict=True)
         projected = self.multi_modal_projector(torch.cat([unshuffle(*piece) for piece in pieces]))

@@ -197,10 +197,14 @@ class Dsv4NgramHash(nn.Module):
             token_map (`[<= vocab_size]`, integer): compressed id of every token id.
 
         Raises:
-            ValueError: if it is larger than the vocabulary, does not have the number of ids the config names, or is not
-                the map whose digest the config has.
+            ValueError: if it is no map, is larger than the vocabulary, does not have the number of ids the config names,
+                or is not the map whose digest the config has.
         """
         token_map = torch.as_tensor(token_map, dtype=torch.long)
+        if token_map.ndim != 1 or not len(token_map) or bool((token_map < 0).any()):
+            raise ValueError(
+                "the token map is empty, not a list, or has ids below 0; accepted: an id >= 0 of every token."
+            )
         found = int(token_map.max()) + 1
         if found != self.compressed_size or len(token_map) > self.vocab_size:
             raise ValueError(

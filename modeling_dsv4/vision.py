@@ -96,6 +96,34 @@ def unshuffle(features: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return padded[index].transpose(1, 2).flatten(1)
 
 
+def check_images(
+    pixel_values: torch.Tensor, image_grid_hw: torch.Tensor, index: torch.Tensor | None, *, patch_size: int, ratio: int
+) -> None:
+    """Raise a `ValueError` unless patches, grid and plan (`unshuffle_index`, `None`: made from the grid) fit each other."""
+    grid = image_grid_hw
+    if grid.ndim != 2 or grid.shape[-1] != 2 or 0 in grid.shape or grid.is_floating_point() or bool((grid < 1).any()):
+        raise ValueError(
+            f"image_grid_hw is {grid.tolist()}; accepted: patch rows and columns of each image, integers >= 1."
+        )
+    sizes, counts = grid.prod(-1), (-(-grid // ratio)).prod(-1)
+    patches = int(sizes.sum())
+    if pixel_values.shape != (patches, 3, patch_size, patch_size):
+        raise ValueError(
+            f"pixel_values has shape {list(pixel_values.shape)}; accepted: [{patches}, 3, patch, patch] with a patch of "
+            f"{patch_size}, the patches of image_grid_hw {grid.tolist()}."
+        )
+    if index is None:
+        return
+    accepted = [int(counts.sum()), ratio**2]
+    if list(index.shape) != accepted:
+        raise ValueError(f"image_unshuffle_index has shape {list(index.shape)}; accepted: {accepted}.")
+    of_cell = sizes.repeat_interleave(counts)[:, None].to(index.device)
+    if bool(((index < -1) | (index >= of_cell)).any()):
+        raise ValueError(
+            "image_unshuffle_index names rows beyond an image's patches; accepted: its rows, or -1 = zeros."
+        )
+
+
 class Dsv41VisionAttention(nn.Module):
     """Full attention inside each image (contract section 10)."""
 

@@ -166,6 +166,9 @@ def test_wrong_maps_are_refused(small_map):
     ):
         with pytest.raises(ValueError, match="engram_compressed_vocab_size=331"):
             hasher.set_token_map(wrong)
+    for wrong in ([], [small_map.tolist()], [-1, *small_map.tolist()[1:]]):
+        with pytest.raises(ValueError, match="the token map is empty, not a list, or has ids below 0"):
+            hasher.set_token_map(wrong)
     assert hasher.token_map is None
     hasher.set_token_map(small_map.tolist())
     with pytest.raises(ValueError, match="token map ends at"):

@@ -307,9 +307,15 @@ def test_result_of_get_image_features():
 def test_inputs_that_contradict_each_other_are_refused():
     model, grid = tiny_model(), grid_of((4, 5))
     pixels = random_patches(grid, 2, dtype=torch.float64)
-    for wrong in (pixels[:-1], pixels.flatten(1), pixels[None]):
+    for wrong in (pixels[:-1], pixels.flatten(1), pixels[None], pixels[..., :-1], pixels[:, :2]):
         with pytest.raises(ValueError, match="pixel_values has shape .*20, 3, patch, patch"):
             model.get_image_features(wrong, grid)
     for plan in (torch.zeros(5, 4), torch.zeros(6, 9)):
         with pytest.raises(ValueError, match=r"image_unshuffle_index has shape .*accepted: \[6, 4\]"):
             model.get_image_features(pixels, grid, plan.long())
+    for row in (-2, 20):
+        with pytest.raises(ValueError, match="image_unshuffle_index names rows beyond an image's patches"):
+            model.get_image_features(pixels, grid, torch.full((6, 4), row))
+    for wrong in (grid[0], grid[:0], grid.float(), -grid, grid_of((0, 5))):
+        with pytest.raises(ValueError, match="image_grid_hw is .*accepted: patch rows and columns"):
+            model.get_image_features(pixels, wrong)
