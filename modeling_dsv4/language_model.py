@@ -409,14 +409,15 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
         if input_ids is None and inputs_embeds is None:
             raise ValueError("input_ids and inputs_embeds are both None; accepted: input_ids, or both.")
         shapes = [list(t.shape) for t in (input_ids, inputs_embeds) if t is not None]
-        rank = 2 if inputs_embeds is None else 3
-        if len(shapes[-1]) != rank or 0 in shapes[-1][:2] or any(s[:2] != shapes[-1][:2] for s in shapes):
+        text, size = self.config.get_text_config(), shapes[-1][:2]
+        width = [] if inputs_embeds is None else [text.hidden_size]
+        if shapes[-1] != size + width or len(size) < 2 or 0 in size or any(s[:2] != size for s in shapes):
             raise ValueError(
-                f"input_ids / inputs_embeds have the shapes {shapes}; accepted: [B, S] and [B, S, H], not empty."
+                f"input_ids / inputs_embeds have the shapes {shapes}; accepted: [B, S] and [B, S, {text.hidden_size}], "
+                "not empty."
             )
         if kwargs.get("pixel_values") is not None:
             raise ValueError("pixel_values were given to a text model; accepted: by Dsv41ForConditionalGeneration.")
-        text = self.config.get_text_config()
         reader = "Engram looks up n-grams of" if text.engram_layer_ids else "first layers route by"
         if input_ids is None and (text.engram_layer_ids or text.num_hash_layers):
             raise ValueError(f"inputs_embeds without input_ids; this model's {reader} token ids, so accepted: both.")
@@ -488,8 +489,8 @@ class CausalHead:
     def _run(self, inputs: dict, labels, logits_to_keep, num_items_in_batch) -> Dsv4CausalLMOutput:
         """Run the model on `inputs`, the other arguments of `forward`, and put the head and the losses on."""
         shift_labels = inputs.pop("shift_labels", None)
-        if labels is not None and isinstance(logits_to_keep, int) and 0 < logits_to_keep < labels.shape[1]:
-            raise ValueError(f"logits_to_keep is {logits_to_keep} with labels; accepted: 0, which keeps all logits.")
+        if labels is not None:
+            self._check_labels(labels, inputs, logits_to_keep)
         drafting = self._draft_training_of(inputs, labels, shift_labels)
         inputs |= {"logits_to_keep": logits_to_keep, "return_dict": True, **self._loss_inputs(labels, shift_labels)}
         if drafting is not None:
@@ -502,6 +503,14 @@ class CausalHead:
         if drafting is not None:
             self._add_draft_losses(result, drafting, inputs, labels, num_items_in_batch)
         return result
+
+    @staticmethod
+    def _check_labels(labels: torch.Tensor, inputs: dict, logits_to_keep) -> None:
+        given = next((t for t in (inputs["input_ids"], inputs["inputs_embeds"]) if t is not None), labels)
+        if labels.shape != given.shape[:2]:
+            raise ValueError(f"labels have shape {list(labels.shape)}; accepted: {list(given.shape[:2])}.")
+        if isinstance(logits_to_keep, int) and 0 < logits_to_keep < labels.shape[1]:
+            raise ValueError(f"logits_to_keep is {logits_to_keep} with labels; accepted: 0, which keeps all logits.")
 
     def _draft_training_of(self, inputs: dict, labels, shift_labels) -> DraftTraining | None:
         """How this call trains the drafter, `None` if it does not."""

@@ -74,6 +74,8 @@ def test_logits_to_keep(model, ids):
     torch.testing.assert_close(run(model, ids, logits_to_keep=at).logits, logits[:, at], atol=EXACT, rtol=0)
     with pytest.raises(ValueError, match="logits_to_keep is 3 with labels; accepted: 0"):
         run(model, ids, labels=ids, logits_to_keep=3)
+    with pytest.raises(ValueError, match=r"labels have shape \[2, 7\]; accepted"):
+        run(model, ids, labels=ids[:, :7])
 
 
 def test_hidden_states_are_collapsed_layer_inputs_and_the_final_state(model):
@@ -309,6 +311,7 @@ def test_autocast_leaves_routers_mixing_and_logits_in_float32(family):
         ({"input_ids": torch.zeros(0, 3).long()}, r"shapes \[\[0, 3\]\]"),
         ({"input_ids": torch.arange(5)}, r"shapes \[\[5\]\]"),
         ({"input_ids": torch.ones(1, 9).long(), "inputs_embeds": torch.ones(1, 5, 64)}, r"\[\[1, 9\], \[1, 5, 64\]\]"),
+        ({"input_ids": torch.ones(1, 9).long(), "inputs_embeds": torch.ones(1, 9, 63)}, r"accepted: \[B, S\] and \[B, S, 64\]"),
         ({"input_ids": torch.ones(1, 9).long(), "pixel_values": torch.ones(4, 3, 2, 2)}, "pixel_values were given to a text"),
         ({"input_ids": torch.ones(1, 9).long(), "cache": Dsv4Cache(tiny_config(compress_ratios=[0, 0, 4, 4, 4, 1, 1, 1]))}, "cache was made for layers that pool"),
     ],
