@@ -6,9 +6,9 @@ import re
 
 from .configuration_common import check_drafter
 from .dspark import Dsv4DSpark
-from .language_model import Dsv4PreTrainedModel
 from .layers import Dsv4Linear
 from .mtp import Dsv4Mtp
+from .pretrained_model import Dsv4PreTrainedModel
 from .quantization import Dsv4QuantizationConfig
 from .weight_names import WeightNames
 

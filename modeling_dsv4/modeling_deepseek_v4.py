@@ -18,8 +18,9 @@ from .configuration_deepseek_v4 import Dsv4Config
 from .drafter_loading import LoadsDrafter
 from .dspark import Dsv4DSpark
 from .generation_dsv4 import Dsv4GenerationMixin
-from .language_model import CausalHead, Dsv4CausalLMOutput, Dsv4LanguageModel, Dsv4PreTrainedModel
+from .language_model import CausalHead, Dsv4CausalLMOutput, Dsv4LanguageModel
 from .mtp import Dsv4Mtp
+from .pretrained_model import Dsv4PreTrainedModel
 from .released_loading import register_models
 from .weight_names import WeightNames
 

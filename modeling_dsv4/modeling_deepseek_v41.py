@@ -20,7 +20,8 @@ from .configuration_deepseek_v41 import Dsv41Config
 from .drafter_loading import LoadsDrafter
 from .dspark import Dsv4DSpark
 from .generation_dsv4 import Dsv4GenerationMixin
-from .language_model import CausalHead, Dsv4CausalLMOutput, Dsv4LanguageModel, Dsv4ModelOutput, Dsv4PreTrainedModel
+from .language_model import CausalHead, Dsv4CausalLMOutput, Dsv4LanguageModel, Dsv4ModelOutput
+from .pretrained_model import Dsv4PreTrainedModel
 from .released_loading import register_models
 from .vision import Dsv41MultiModalProjector, Dsv41VisionTower, check_images, image_span, unshuffle, unshuffle_index
 from .weight_names import WeightNames
