@@ -425,7 +425,7 @@ class Dsv4Attention(nn.Module):
         codec: CacheCodec,
         indexer: Dsv4Indexer | None = None,
     ) -> EntryView:
-        """Turn new entries, or the index keys of `indexer`, and write them to their store, or round them when nothing is cached."""
+        """Turn new entries, or the index keys of `indexer`, and write them to their store; without one, round them."""
         store = _find_store(self.kernels, x, codec)
         if store is None:
             x = rotate(x, table) if indexer is None else indexer.place(x, table)

@@ -6,6 +6,7 @@ import re
 
 from .configuration_common import check_drafter
 from .dspark import Dsv4DSpark
+from .kernel_seam import use_kernels
 from .layers import Dsv4Linear
 from .mtp import Dsv4Mtp
 from .pretrained_model import Dsv4PreTrainedModel
@@ -52,8 +53,7 @@ class LoadsDrafter:
         for module in stages.mtp.modules():  # settings made on the model reach its drafter
             if hasattr(module, "config"):
                 module.config = own
-            if hasattr(type(module), "kernels"):
-                module.kernels = linear.kernels
+        use_kernels(stages.mtp, linear.kernels)
         # Weights that are offloaded lie nowhere; the drafter then goes to where others stay.
         present = (p.device for p in (self.lm_head.weight, *self.parameters()) if p.device.type != "meta")
         stages.mtp.to(next(present, stages.device)).train(self.training)

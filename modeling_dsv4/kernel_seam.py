@@ -118,6 +118,13 @@ def _run_on(device: torch.device, kernel: Callable, *args, **kwargs):
         return kernel(*args, **kwargs)
 
 
+def use_kernels(model: nn.Module, kernels: KernelSet | None) -> None:
+    """Let every module of `model` that can use kernels ask `kernels` for them; `None`: they are off."""
+    for module in model.modules():
+        if hasattr(type(module), "kernels"):
+            module.kernels = kernels
+
+
 class KernelsMixin:
     """`set_kernels` for models."""
 
@@ -141,9 +148,7 @@ class KernelsMixin:
             kernels = AUTO if source == "auto" else None
         else:
             raise ValueError(f"kernels is {source!r}; accepted: 'auto', 'off' or the folder of a repository.")
-        for module in self.modules():
-            if hasattr(type(module), "kernels"):
-                module.kernels = kernels
+        use_kernels(self, kernels)
 
 
 def _installed_or_from_hub() -> ModuleType | None:
