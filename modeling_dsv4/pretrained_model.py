@@ -144,6 +144,7 @@ class Dsv4PreTrainedModel(ReleasedCheckpointMixin, ExpertPlacementMixin, Kernels
             tokenizer: a fast transformers tokenizer or a `tokenizers.Tokenizer`.
 
         Raises:
+            TypeError: if no `tokenizers.Tokenizer` is in it.
             ValueError: if its compressed vocabulary is not the one the config names.
         """
         if self.config.get_text_config().needs_token_map:
