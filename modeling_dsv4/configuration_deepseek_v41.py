@@ -90,28 +90,26 @@ class Dsv41TextConfig(DecoderConfig):
         "engram_num_embeddings": [384006168, 384016682],
         "dspark_target_layer_ids": [37, 38, 39],
     }
-    RULES = (
-        DecoderConfig.RULES
-        | DSPARK_RULES
-        | {
-            "kv_source_layer_ids": list_of(0),
-            "index_source_layer_ids": list_of(0),
-            "candidate_source_layer_id": int_from(-1),
-            "candidate_topk_blocks": POSITIVE,
-            "candidate_block_size": POSITIVE,
-            "engram_layer_ids": list_of(0),
-            "engram_num_embeddings": list_of(1),
-            "engram_max_ngram_size": int_from(2),
-            "engram_vocab_size": int_from(2),
-            "engram_n_heads": POSITIVE,
-            "engram_head_dim": POSITIVE,
-            "engram_pad_token_id": COUNT,
-            "engram_compressed_vocab_size": POSITIVE,
-            "engram_token_map_sha256": optional(DIGEST),
-            "dspark_n_routed_experts": POSITIVE,
-            "dspark_num_experts_per_tok": POSITIVE,
-        }
-    )
+    RULES = {
+        **DecoderConfig.RULES,
+        **DSPARK_RULES,
+        "kv_source_layer_ids": list_of(0),
+        "index_source_layer_ids": list_of(0),
+        "candidate_source_layer_id": int_from(-1),
+        "candidate_topk_blocks": POSITIVE,
+        "candidate_block_size": POSITIVE,
+        "engram_layer_ids": list_of(0),
+        "engram_num_embeddings": list_of(1),
+        "engram_max_ngram_size": int_from(2),
+        "engram_vocab_size": int_from(2),
+        "engram_n_heads": POSITIVE,
+        "engram_head_dim": POSITIVE,
+        "engram_pad_token_id": COUNT,
+        "engram_compressed_vocab_size": POSITIVE,
+        "engram_token_map_sha256": optional(DIGEST),
+        "dspark_n_routed_experts": POSITIVE,
+        "dspark_num_experts_per_tok": POSITIVE,
+    }
 
     def __post_init__(self, **kwargs):
         for key, value in self.RELEASED_SCHEDULE.items():
