@@ -17,25 +17,26 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from .hyper_connections_gradient import site_gradient
-from .stream_tiles import INTERPRETED, column, columns_of, in_parts
+from .number_formats import narrowed, widened
+from .stream_tiles import INTERPRETED, column, columns_of, in_parts, load_streams, side_by_side
 
 # Up to so many tokens a call is bound by launches and by the bytes of `fn`.
 SMALL = 64
 
 
 @triton.jit
-def _project(x, weight, sums):
-    """Add `x @ weight` to `sums`: x `[T, D]`, weight `[D, K]`, of the dtype of x or float32."""
+def _project(weight, x, sums):
+    """Add `weight @ x.T` to `sums`: weight `[K, D]`, of the dtype of x or float32, x `[T, D]`."""
     if x.dtype == tl.float32:
-        sums = tl.dot(x, weight, sums, input_precision="tf32x3")
+        sums = tl.dot(weight, x.T, sums, input_precision="tf32x3")
     elif weight.dtype == tl.float32:
         high, low = in_parts(weight, x)
-        x = x.to(high.dtype)
-        sums = tl.dot(x, low, tl.dot(x, high, sums))
+        x = x.to(high.dtype).T
+        sums = tl.dot(low, x, tl.dot(high, x, sums))
     elif INTERPRETED:
-        sums = tl.dot(x.to(tl.float32), weight.to(tl.float32), sums)
+        sums = tl.dot(weight.to(tl.float32), x.to(tl.float32).T, sums)
     else:
-        sums = tl.dot(x, weight, sums)
+        sums = tl.dot(weight, x.T, sums)
     return sums
 
 
@@ -52,59 +53,67 @@ def _parts_kernel(fn_ptr, parts_ptr, size, BLOCK: tl.constexpr):
 def _pass_kernel(
     streams_ptr, output_ptr, post_ptr, comb_ptr, pre_ptr, fn_ptr, settled_ptr, x_ptr, sums_ptr, tokens,
     D: tl.constexpr, N: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, PARTS: tl.constexpr, PENDING: tl.constexpr,
-    CARRIED: tl.constexpr, WIDTH: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
+    CARRIED: tl.constexpr, PIECES: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    piece = tl.program_id(1)
-    rows = tl.program_id(0) * BT + tl.arange(0, BT)
+    piece = tl.program_id(0) % PIECES
+    rows = tl.program_id(0) // PIECES * BT + tl.arange(0, BT)
     real = rows < tokens
     kept = tl.arange(0, KP)
     part = tl.arange(0, PARTS * KP)
-    at_row = (part // KP * K + part % KP) * (N * D)
+    beside = tl.arange(0, N * BD)
     if PENDING:
         post = columns_of(post_ptr, rows, real, N)
         comb = columns_of(comb_ptr, rows, real, N * N)
     if CARRIED:
         pre = columns_of(pre_ptr, rows, real, N)
-    sums = tl.zeros([BT, PARTS * KP], tl.float32)
+    sums = tl.zeros([PARTS * KP, BT], tl.float32)
     squares = tl.zeros([BT], tl.float32)
     x_squares = tl.zeros([BT], tl.float32)
     row_start = rows[:, None].to(tl.int64) * D
-    for start in tl.range(0, WIDTH, BD, num_stages=STAGES):
-        columns = piece * WIDTH + start + tl.arange(0, BD)
-        mask = real[:, None] & (columns < D)[None, :]
-        at_streams = row_start * N + columns[None, :]
-        streams = ()
-        for j in tl.static_range(N):
-            streams = streams + (tl.load(streams_ptr + at_streams + j * D, mask=mask, other=0.0),)
-        if PENDING:
-            output = tl.load(output_ptr + row_start + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    # The pieces take turns, so that programs that run together write neighbouring columns.
+    first = piece * BD + tl.arange(0, BD)
+    inside = real[:, None] & (first < D)[None, :]
+    loaded = load_streams(streams_ptr, output_ptr, row_start, first, inside, N, D, PENDING)
+    for start in tl.range(0, D, PIECES * BD, num_stages=STAGES):
+        columns = first + start
+        inside = real[:, None] & (columns < D)[None, :]
+        column = start + piece * BD + beside % BD
+        at_fn = (part // KP * K + part % KP)[:, None] * (N * D) + (beside // BD * D + column)[None, :]
+        weight = tl.load(fn_ptr + at_fn, mask=(part % KP < K)[:, None] & (column < D)[None, :], other=0.0)
+        wide = ()
+        for j in tl.static_range(N + PENDING):
+            wide = wide + (widened(loaded[j]),)
         x = tl.zeros([BT, BD], tl.float32)
         squared = tl.zeros([BT, BD], tl.float32)
+        settled = ()
         for k in tl.static_range(N):
-            settled = streams[k]
             if PENDING:
-                mixed = post[k] * output
+                mixed = post[k] * wide[N]
                 for j in tl.static_range(N):
-                    mixed += comb[j * N + k] * streams[j].to(tl.float32)
-                settled = mixed.to(streams[k].dtype)
-                tl.store(settled_ptr + at_streams + k * D, settled, mask=mask)
-            wide = settled.to(tl.float32)
-            squared += wide * wide
+                    mixed += comb[j * N + k] * wide[j]
+                settled = settled + (narrowed(mixed, settled_ptr.dtype.element_ty),)
+                tl.store(settled_ptr + row_start * N + (k * D + columns)[None, :], settled[k], mask=inside)
+            else:
+                settled = settled + (loaded[k],)
+            value = widened(settled[k])
+            squared += value * value
             if CARRIED:
-                x += pre[k] * wide
-            at_fn = at_row[None, :] + (k * D + columns)[:, None]
-            weight = tl.load(fn_ptr + at_fn, mask=(part % KP < K)[None, :] & (columns < D)[:, None], other=0.0)
-            sums = _project(settled, weight, sums)
+                x += pre[k] * value
         squares += tl.sum(squared, 1)
         if CARRIED:
-            rounded = x.to(x_ptr.dtype.element_ty)
-            tl.store(x_ptr + row_start + columns[None, :], rounded, mask=mask)
-            wide = rounded.to(tl.float32)
-            x_squares += tl.sum(wide * wide, 1)
+            rounded = narrowed(x, x_ptr.dtype.element_ty)
+            tl.store(x_ptr + row_start + columns[None, :], rounded, mask=inside)
+            value = widened(rounded)
+            x_squares += tl.sum(value * value, 1)
+        # The next tiles are on their way while the matrix unit works.
+        columns += PIECES * BD
+        inside = real[:, None] & (columns < D)[None, :]
+        loaded = load_streams(streams_ptr, output_ptr, row_start, columns, inside, N, D, PENDING)
+        sums = _project(weight, side_by_side(settled, N), sums)
     if PARTS == 2:
-        sums = tl.sum(sums.reshape(BT, 2, KP), axis=1)
+        sums = tl.sum(sums.reshape(2, KP, BT), axis=0)
     at_sums = (piece * tokens + rows) * (K + 2)
-    tl.store(sums_ptr + at_sums[:, None] + kept[None, :], sums, mask=real[:, None] & (kept < K)[None, :])
+    tl.store(sums_ptr + at_sums[None, :] + kept[:, None], sums, mask=real[None, :] & (kept < K)[:, None])
     tl.store(sums_ptr + at_sums + K, squares, mask=real)
     tl.store(sums_ptr + at_sums + K + 1, x_squares, mask=real)
 
@@ -131,7 +140,7 @@ def _finish_kernel(
     rows = (tl.num_programs(0) - 1 - tl.program_id(0)) * BT + tl.arange(0, BT)
     real = rows < tokens
     of_pre = tl.arange(0, N)
-    of_comb = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    of_comb = tl.arange(0, N * N)  # flat, so that a matrix stays within a warp
     piece = tl.arange(0, PIECES)
     at_sums = sums_ptr + (piece[:, None] * tokens + rows[None, :]) * (K + 2)
     squares = tl.sum(tl.load(at_sums + K, mask=real[None, :], other=0.0), 0)
@@ -141,18 +150,19 @@ def _finish_kernel(
     at_pre = at_sums[:, :, None] + of_pre[None, None, :]
     pre = tl.sum(tl.load(at_pre, mask=real[None, :, None], other=0.0), 0)
     post = tl.sum(tl.load(at_pre + N, mask=real[None, :, None], other=0.0), 0)
-    at_comb = at_sums[:, :, None, None] + 2 * N + of_comb[None, None]
-    comb = tl.sum(tl.load(at_comb, mask=real[None, :, None, None], other=0.0), 0)
+    at_comb = at_sums[:, :, None] + 2 * N + of_comb[None, None, :]
+    comb = tl.sum(tl.load(at_comb, mask=real[None, :, None], other=0.0), 0)
     inverse = tl.rsqrt(squares / (N * D) + norm_eps)
     base_pre = tl.load(base_ptr + of_pre)[None, :]
     base_post = tl.load(base_ptr + N + of_pre)[None, :]
-    base_comb = tl.load(base_ptr + 2 * N + of_comb)[None]
+    base_comb = tl.load(base_ptr + 2 * N + of_comb)[None, :]
     pre = tl.sigmoid(pre * inverse[:, None] * tl.load(scale_ptr) + base_pre) + eps
     post = 2 * tl.sigmoid(post * inverse[:, None] * tl.load(scale_ptr + 1) + base_post)
-    comb = _sinkhorn(comb * inverse[:, None, None] * tl.load(scale_ptr + 2) + base_comb, eps, ITERATIONS)
+    comb = comb * inverse[:, None] * tl.load(scale_ptr + 2) + base_comb
+    comb = _sinkhorn(comb.reshape(BT, N, N), eps, ITERATIONS).reshape(BT, N * N)
     tl.store(pre_ptr + rows[:, None] * N + of_pre[None, :], pre, mask=real[:, None])
     tl.store(post_ptr + rows[:, None] * N + of_pre[None, :], post, mask=real[:, None])
-    tl.store(comb_ptr + rows[:, None, None] * (N * N) + of_comb[None], comb, mask=real[:, None, None])
+    tl.store(comb_ptr + rows[:, None] * (N * N) + of_comb[None, :], comb, mask=real[:, None])
     row_start = rows[:, None].to(tl.int64) * D
     if not CARRIED:
         for start in range(0, D, BD):
@@ -248,7 +258,7 @@ def _run_site(streams, pending, pre, fn, base, scale, norm_weight, settings):
     x = streams.new_empty(*shape, d)
     own_pre, post = (base.new_empty(*shape, n) for _ in range(2))
     comb = base.new_empty(*shape, n, n)
-    pass_tile, pieces, width, finish_tile = _tiles(tokens, d, streams.dtype)
+    pass_tile, pieces, finish_tile = _tiles(tokens, d, streams.dtype)
     sums = base.new_empty(pieces, tokens, k + 2)
     # Many tokens would split `fn` many times.
     parts = 1 if tokens <= SMALL or streams.dtype == torch.float32 else 2
@@ -257,10 +267,10 @@ def _run_site(streams, pending, pre, fn, base, scale, norm_weight, settings):
         _parts_kernel[(triton.cdiv(fn.numel(), 1024),)](fn, split, fn.numel(), BLOCK=1024)
         fn = split
     output, pending_post, pending_comb = (streams, base, base) if pending is None else pending
-    _pass_kernel[(triton.cdiv(tokens, pass_tile["BT"]), pieces)](
+    _pass_kernel[(pieces * triton.cdiv(tokens, pass_tile["BT"]),)](
         streams, output, pending_post, pending_comb, base if pre is None else pre, fn, settled, x, sums, tokens,
         D=d, N=n, K=k, KP=max(16, triton.next_power_of_2(k)), PARTS=parts, PENDING=pending is not None, CARRIED=pre is not None,
-        WIDTH=width, **pass_tile,
+        PIECES=pieces, **pass_tile,
     )  # fmt: skip
     _finish_kernel[(triton.cdiv(tokens, finish_tile["BT"]),)](
         settled, sums, base, scale, base if norm_weight is None else norm_weight, x, own_pre, post, comb, tokens,
@@ -271,18 +281,22 @@ def _run_site(streams, pending, pre, fn, base, scale, norm_weight, settings):
 
 
 def _tiles(tokens, d, dtype):
-    """Block sizes of the pass, its pieces (a power of two) and their width, and block sizes of the finish.
+    """Block sizes of the pass, the number of its pieces (a power of two), and block sizes of the finish.
 
-    On an H200 programs of four warps were the fastest, and three stages let two of them share a multiprocessor; few
-    tokens are spread over the width instead.
+    On an H200, 8192 tokens of width 5120 (bfloat16) take 0.34 ms, 0.05 of them the finish; a copy of as many bytes
+    takes 0.20. A thread has one token's coefficients and eight columns, so that two programs of eight warps fit. What
+    bounds the pass is the shape of the tile: 64 bytes of a row at a time cost even bare loads and stores 0.32 to 0.37
+    ms, 256 bytes 0.21; but a wider tile has fewer tokens and reads `fn` more often (16 tokens: 0.41 ms for the pass
+    alone). Few tokens are spread over the width.
     """
+    size = dtype.itemsize
     if tokens <= SMALL:
-        tile = {"BT": 16, "BD": 64, "STAGES": 1, "num_warps": 4}
+        tile = {"BT": 16, "BD": 64 // size, "STAGES": 1, "num_warps": 4}
         finish = {"BT": 1, "BD": triton.next_power_of_2(d), "num_warps": 8}
         pieces = 128
     else:
-        tile = {"BT": 64, "BD": 32, "STAGES": 3, "num_warps": 8 if dtype == torch.float32 else 4}
+        tile = {"BT": 64, "BD": 64 // size, "STAGES": 2, "num_warps": 8}
         finish = {"BT": 4, "BD": 1024, "num_warps": 4}
-        pieces = min(32, triton.next_power_of_2(triton.cdiv(512, triton.cdiv(tokens, tile["BT"]))))
+        pieces = min(32, triton.next_power_of_2(triton.cdiv(1024, triton.cdiv(tokens, tile["BT"]))))
     pieces = min(pieces, triton.next_power_of_2(triton.cdiv(d, tile["BD"])))
-    return tile, pieces, tile["BD"] * triton.cdiv(d, tile["BD"] * pieces), finish
+    return tile, pieces, finish

@@ -68,6 +68,35 @@ def cast(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def widened(x):
+    """`x` in float32; bfloat16 in pairs, where casts take three instructions for two values."""
+    if PLAIN or x.dtype != tl.bfloat16:
+        value = x.to(tl.float32)
+    else:
+        value = tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",
+            "=&r,=&r,r",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    return value
+
+
+@triton.jit
+def narrowed(x, dtype: tl.constexpr):
+    """`cast`; to bfloat16 in pairs, where casts convert one at a time at a quarter of the speed."""
+    if PLAIN or dtype != tl.bfloat16:
+        value = cast(x, dtype)
+    else:
+        value = tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    return value
+
+
+@triton.jit
 def power_of_two_scale(amax, reciprocal: tl.constexpr, floor: tl.constexpr):
     """E8M0 codes (int32) of the smallest power of two that is at least max(amax, floor) * reciprocal."""
     bits = (tl.maximum(amax, floor) * reciprocal).to(tl.int32, bitcast=True)

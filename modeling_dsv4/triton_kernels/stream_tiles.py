@@ -1,4 +1,4 @@
-"""Small device functions of the hyper-connection kernels: coefficients of a tile of tokens, products of split float32."""
+"""Small device functions of the hyper-connection kernels: coefficients and streams of a tile, products of split float32."""
 
 from __future__ import annotations
 
@@ -27,6 +27,31 @@ def columns_of(ptr, rows, real, WIDTH: tl.constexpr):
     for index in tl.static_range(WIDTH):
         columns = columns + (column(tile, index, WIDTH),)
     return columns
+
+
+@triton.jit
+def load_streams(
+    streams_ptr, output_ptr, row_start, columns, mask, N: tl.constexpr, D: tl.constexpr, PENDING: tl.constexpr
+):
+    """A tile `[T, W]` of each of the N streams and, with PENDING, one of the output: a tuple."""
+    tiles = ()
+    for j in tl.static_range(N):
+        tiles = tiles + (tl.load(streams_ptr + row_start * N + (j * D + columns)[None, :], mask=mask, other=0.0),)
+    if PENDING:
+        tiles = tiles + (tl.load(output_ptr + row_start + columns[None, :], mask=mask, other=0.0),)
+    return tiles
+
+
+@triton.jit
+def side_by_side(tiles, N: tl.constexpr):
+    """N (a power of two) tiles `[T, W]` as one `[T, N * W]`, of the same registers."""
+    for half in tl.static_range(N.bit_length() - 1):
+        pairs = ()
+        for i in tl.static_range(N >> (half + 1)):
+            pair = tl.join(tiles[2 * i], tiles[2 * i + 1]).permute(0, 2, 1)
+            pairs = pairs + (pair.reshape(pair.shape[0], 2 * pair.shape[2]),)
+        tiles = pairs
+    return tiles[0]
 
 
 @triton.jit

@@ -87,7 +87,7 @@ def test_a_site_in_bfloat16(case, device, poisoned):
     with torch.no_grad():
         settled, x, *coefficients = _kernel(**inputs)
         reference = _reference(**inputs)
-        # One rounding to bfloat16; the interpreter cuts instead.
+        # One rounding to bfloat16, of sums in another order.
         torch.testing.assert_close(settled, reference[0], atol=1e-6, rtol=2**-7)
         # What follows from the streams that were made.
         inputs |= {"streams": settled, "output": None}
