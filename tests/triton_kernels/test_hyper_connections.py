@@ -20,7 +20,7 @@ SETTINGS = {"iterations": 4, "eps": 1e-6, "norm_eps": 1e-6}
 # Tokens, width, streams; whether an expansion is pending, whether the pre is carried, whether there is a norm.
 CASES = [
     (3, 40, 4, True, True, True),
-    (66, 264, 4, True, True, False),
+    (66, 72, 4, True, True, False),
     (5, 72, 4, False, True, True),
     (18, 40, 4, True, False, True),
     (2, 40, 4, True, False, False),
