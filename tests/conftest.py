@@ -1,5 +1,6 @@
 """Shared pytest options: `--run-benchmark` turns the timed comparisons on."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -9,6 +10,14 @@ import torch
 if not torch.cuda.is_available():
     # Kernels run under Triton's interpreter, which must be chosen before anything imports triton.
     os.environ["TRITON_INTERPRET"] = "1"
+
+# What is imported and collected stays, and the collector would walk all of it at each of its turns.
+gc.disable()
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_addoption(parser):

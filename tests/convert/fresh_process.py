@@ -1,8 +1,8 @@
-"""Run by `test_remote_code.py` in a process of its own: opens a Hub folder as a user without this package does.
+"""Run by `test_remote_code.py` in a process of its own: opens Hub folders as a user without this package does.
 
-    python fresh_process.py FOLDER_OR_REPOSITORY PHOTO SAVE_TO
+    python fresh_process.py FOLDER_OR_REPOSITORY PHOTO SAVE_TO [FOLDER_OR_REPOSITORY PHOTO SAVE_TO ...]
 
-Prints one JSON object. Nothing of the repository is imported here, so nothing of it is on the path.
+Prints a JSON list. Nothing of the repository is imported here, so nothing of it is on the path.
 """
 
 import json
@@ -99,5 +99,5 @@ def open_all(where, photo, save_to):
 
 if __name__ == "__main__":
     sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
-    where, photo, save_to = sys.argv[1:]
-    print(json.dumps(open_all(where, photo, save_to)))
+    arguments = iter(sys.argv[1:])
+    print(json.dumps([open_all(*each) for each in zip(arguments, arguments, arguments, strict=True)]))

@@ -6,7 +6,6 @@ a process of their own (a crash would be seen there).
 
 import json
 import math
-import multiprocessing
 import os
 import random
 import resource
@@ -20,6 +19,7 @@ from convert.checkpoint_folder import CheckpointFolder
 from convert.verify import verify
 from modeling_dsv4 import Dsv4ForCausalLM, Dsv41ForCausalLM
 from tests.golden_cases import CHECKPOINT_V4
+from tests.processes import CONTEXT
 from tests.released_folders import Folder, same_bytes, small_folder
 
 INDEX = "model.safetensors.index.json"
@@ -287,11 +287,9 @@ def check_together(numbers, folders, tmp_path):
 
 
 def check_alone(numbers, folders, tmp_path):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
     for number in numbers:
-        results = context.Queue()
-        process = context.Process(target=run_alone, args=(number, folders, tmp_path / str(number), results))
+        results = CONTEXT.Queue()
+        process = CONTEXT.Process(target=run_alone, args=(number, folders, tmp_path / str(number), results))
         process.start()
         process.join(timeout=120)
         assert process.exitcode == 0, (number, process.exitcode)

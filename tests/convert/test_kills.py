@@ -1,6 +1,5 @@
 """A killed command leaves no half folder, and the next run of it completes."""
 
-import multiprocessing
 import os
 import random
 import shutil
@@ -13,10 +12,7 @@ import pytest
 from convert.__main__ import main
 from convert.tiny import make_tiny
 from convert.verify import verify
-
-# Processes are copies of one that has imported everything: kills should meet the work, not the imports.
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["convert.hub", "convert.released", "convert.tiny"])
+from tests.processes import CONTEXT
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +34,7 @@ def run(arguments):
 
 
 def start(arguments):
+    """A process that has imported everything: kills should meet the work, not the imports."""
     process = CONTEXT.Process(target=run, args=(arguments,))
     process.start()
     return process

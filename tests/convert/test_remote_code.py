@@ -1,4 +1,4 @@
-"""A Hub folder opens in a process that has neither this package nor any optional one, and says what the package says."""
+"""Hub folders open in a process that has neither this package nor any optional one, and say what the package says."""
 
 import hashlib
 import json
@@ -32,15 +32,15 @@ def photo(tmp_path):
     return tmp_path / "photo.jpg"
 
 
-def run(where, photo, home):
-    """Open `where` in a fresh process, offline, with `home` as its only cache; returns what it found."""
+def run(home, *places):
+    """Open each `(where, photo or "", save to)` in one fresh process, offline, `home` its only cache; returns what it found."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(home), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, PROGRAM, str(where), str(photo or ""), str(home / "saved")]
+    command = [sys.executable, PROGRAM, *(str(argument) for place in places for argument in place)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=home, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["loaded"] == [] and found["processor"] == "Dsv41Processor"
+    assert all(one["loaded"] == [] and one["processor"] == "Dsv41Processor" for one in found)
     return found
 
 
@@ -63,14 +63,21 @@ def cached_repository(folder, home):
 
 
 @pytest.mark.parametrize("kind", [pytest.param("folder", marks=pytest.mark.slow), "repository"])
-def test_v41_opens_and_speaks_as_with_the_package(tmp_path, photo, kind):
-    source, home = make_tiny(tmp_path / "source", progress=False), tmp_path / "home"
+def test_both_families_open_and_speak_as_with_the_package(tmp_path, photo, kind):
+    home = tmp_path / "home"
     home.mkdir()
+    source, v4_source = (make_tiny(tmp_path / family, family=family, progress=False) for family in ("v41", "v4"))
     folder = make_hub_folder(source, tmp_path / "hub", progress=False).folder
+    v4_folder = make_hub_folder(v4_source, tmp_path / "v4 hub", progress=False).folder
     if kind == "repository":
         cached_repository(folder, home)
         shutil.rmtree(folder)
-    found = run(folder if kind == "folder" else REPOSITORY, photo, home)
+    found, v4_found = run(
+        home,
+        (folder if kind == "folder" else REPOSITORY, photo, home / "saved"),
+        (v4_folder, "", home / "saved v4"),
+    )
+    check_v4(v4_found, v4_source)
     processor = Dsv41Processor.from_pretrained(source)
     text = answer(Dsv41ForCausalLM.from_pretrained(source, dtype="auto"), processor)
     with_images = Dsv41ForConditionalGeneration.from_pretrained(source, dtype="auto")
@@ -94,10 +101,7 @@ def check_saved(saved, source):
         assert all(Path(file).is_file() for file in get_relative_import_files(str(saved / f"{module}.py")))
 
 
-def test_v4_opens_with_its_code(tmp_path):
-    source = make_tiny(tmp_path / "source", family="v4", progress=False)
-    folder = make_hub_folder(source, tmp_path / "hub", progress=False).folder
-    found = run(folder, None, tmp_path)
+def check_v4(found, source):
     model = Dsv4ForCausalLM.from_pretrained(source, dtype="auto")
     assert found["classes"] == classes("deepseek_v4")
     assert found["text"] == found["saved"] == answer(model, Dsv41Processor.from_pretrained(source))

@@ -59,7 +59,7 @@ def tiny_config(**vision) -> Dsv41Config:
         "o_groups": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8,
         "compress_ratios": [0, 2, 1, 1], "kv_source_layer_ids": [1, 2], "index_source_layer_ids": [1, 2, 3],
         "index_n_heads": 8, "index_head_dim": 16, "index_topk": 2, "candidate_source_layer_id": 2,
-        "candidate_topk_blocks": 2, "candidate_block_size": 2, "hc_mult": 2, "engram_layer_ids": [1],
+        "candidate_topk_blocks": 2, "candidate_block_size": 2, "hc_mult": 2, "hc_sinkhorn_iters": 3, "engram_layer_ids": [1],
         "engram_vocab_size": 50, "engram_n_heads": 2, "engram_head_dim": 8, "engram_compressed_vocab_size": 128,
         "engram_num_embeddings": [600], "engram_pad_token_id": 2, "num_nextn_predict_layers": 0,
         "rope_scaling": {"rope_type": "default"}, "initializer_range": 0.2,

@@ -29,6 +29,7 @@ TINY = {
     "candidate_topk_blocks": 2,
     "candidate_block_size": 2,
     "hc_mult": 2,
+    "hc_sinkhorn_iters": 3,
     "engram_layer_ids": [1],
     "engram_num_embeddings": [500],
     "engram_max_ngram_size": 3,

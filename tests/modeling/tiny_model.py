@@ -31,7 +31,7 @@ TEXT = {
     "candidate_source_layer_id": 5, "candidate_topk_blocks": 2, "candidate_block_size": 2,
     "engram_layer_ids": [1, 3], "engram_vocab_size": 50, "engram_n_heads": 2, "engram_head_dim": 32,
     "engram_num_embeddings": [384, 552], "engram_pad_token_id": PAD, "engram_compressed_vocab_size": 128,
-    "num_nextn_predict_layers": 0, "initializer_range": 0.15,
+    "num_nextn_predict_layers": 0, "initializer_range": 0.15, "hc_sinkhorn_iters": 3,
 }  # fmt: skip
 
 

@@ -1,6 +1,5 @@
 """Run a function on several ranks in fresh processes and hand back what each returned."""
 
-import multiprocessing
 import os
 import socket
 import tempfile
@@ -10,14 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-PRELOAD = [
-    "accelerate",
-    "modeling_dsv4.training",
-    "torch._dynamo",
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-]
+from tests.processes import CONTEXT
 
 
 def _free_port() -> int:
@@ -47,9 +39,7 @@ def _main(rank, world_size, port, backend, function, args, folder):
 
 def on_ranks(world_size: int, function, *args, backend: str = "gloo") -> list:
     """Return [function(*args) on rank 0, 1, ...]; `function` must be importable, its result of tensors and plain values."""
-    # One server process imports what the ranks need once; they are forks of it, made before it has any thread.
-    multiprocessing.set_forkserver_preload([*PRELOAD, function.__module__])
     with tempfile.TemporaryDirectory() as folder:
         job = (world_size, _free_port(), backend, function, args, folder)
-        mp.start_processes(_main, job, nprocs=world_size, join=True, start_method="forkserver")
+        mp.start_processes(_main, job, nprocs=world_size, join=True, start_method=CONTEXT.get_start_method())
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
