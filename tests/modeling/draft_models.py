@@ -11,7 +11,7 @@ from tests import golden_cases as golden
 from tests.modeling import image_models, tiny_model
 
 DRAFTER = {
-    "num_nextn_predict_layers": 2, "dspark_block_size": 5, "dspark_noise_token_id": 9, "dspark_target_layer_ids": [5, 7],
+    "num_nextn_predict_layers": 2, "dspark_block_size": 5, "dspark_noise_token_id": 9, "dspark_target_layer_ids": [2, 4],
     "dspark_markov_rank": 8, "dspark_n_routed_experts": 4, "dspark_num_experts_per_tok": 2,
 }  # fmt: skip
 
@@ -27,11 +27,11 @@ def golden_drafter():
 
 @cache
 def drafting_model(block=5, dtype=torch.float64, seed=0):
-    """The tiny model with a drafter of wide random weights; shared, not to be changed."""
+    """A tiny model with a drafter of wide random weights; shared, not to be changed."""
     torch.manual_seed(seed)
-    backbone = tiny_model.new_model(torch.float64, seed)
-    model = Dsv41ForCausalLM(tiny_model.tiny_config(**DRAFTER | {"dspark_block_size": block}), use_mtp=True)
-    model = model.to(torch.float64).eval()
+    backbone = tiny_model.new_model(torch.float64, seed, **tiny_model.FIVE_LAYERS)
+    config = tiny_model.tiny_config(**tiny_model.FIVE_LAYERS, **DRAFTER | {"dspark_block_size": block})
+    model = Dsv41ForCausalLM(config, use_mtp=True).to(torch.float64).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".mtp." in name and parameter.ndim > 1 and "hc" not in name:

@@ -12,7 +12,7 @@ from modeling_dsv4.moe import Dsv4Experts
 from tests.modeling import draft_models, tiny_model, v4_models
 
 MODELS = {
-    "v41": lambda: tiny_model.shared_model(torch.float64),
+    "v41": tiny_model.five_layer_model,
     "v4": lambda: v4_models.small_model(torch.float64),
     "v41-dspark": lambda: draft_models.drafting_model(),
     "v4-mtp": lambda: v4_models.drafting_model("mtp"),

@@ -85,7 +85,7 @@ def oracle_run(rounding=True):
     config = model.config.text_config.to_dict()
     weights = oracle_weights(model)
     record = text_model.forward(weights, config, ids.numpy(), rounding=rounding, token_map=list(range(128)))
-    streams = {layer: record[f"streams.{layer}"][0] for layer in range(8)}
+    streams = {layer: record[f"streams.{layer}"][0] for layer in range(config["num_hidden_layers"])}
     return ids, weights, config, drafter.features_of(streams, config["dspark_target_layer_ids"]), record
 
 

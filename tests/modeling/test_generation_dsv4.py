@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import DynamicCache, GenerationConfig, PreTrainedTokenizerFast, TextStreamer, pipeline
 
 from modeling_dsv4 import Dsv4Cache, Dsv41ForCausalLM
-from tests.modeling.tiny_model import PAD, new_model, shared_model, some_ids
+from tests.modeling.tiny_model import FIVE_LAYERS, PAD, five_layer_model, new_model, some_ids
 
 NEW = 11
 GREEDY = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": PAD}
@@ -23,8 +23,8 @@ PROMPT = 19
 
 @pytest.fixture
 def model():
-    """The shared float64 model; not to be changed."""
-    return shared_model(torch.float64)
+    """A shared float64 model; not to be changed."""
+    return five_layer_model()
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def greedy_by_hand(model, ids, count=NEW):
 
 @pytest.fixture(scope="module")
 def expected():
-    return greedy_by_hand(shared_model(torch.float64), some_ids(2, PROMPT, seed=11))
+    return greedy_by_hand(five_layer_model(), some_ids(2, PROMPT, seed=11))
 
 
 @pytest.fixture(scope="module")
@@ -162,15 +162,15 @@ def test_prefill_in_chunks(model, ids, expected, size):
     assert torch.equal(model.generate(ids, **GREEDY, prefill_chunk_size=size), expected)
 
 
-def _repeating(model):
+def _repeating():
     """A prompt that repeats itself, so that looking it up finds drafts."""
-    part = some_ids(1, 7, seed=13)
+    part = some_ids(1, 7, seed=10)
     return torch.cat([part, part, part[:, :4]], dim=1)
 
 
 @pytest.mark.parametrize("kv_format", ["packed", "float"])
 def test_prompt_lookup_is_greedy(model, kv_format):
-    ids = _repeating(model)
+    ids = _repeating()
     lengths = []
     out = model.generate(ids, **GREEDY, prompt_lookup_num_tokens=4, kv_format=kv_format)
     assert torch.equal(out, model.generate(ids, **GREEDY))
@@ -188,7 +188,7 @@ def test_lookup_and_assistants_are_greedy(model, seed):
     ids = torch.cat([part, part, part[:, : seed % 5]], dim=1)
     greedy = GREEDY | {"suppress_tokens": [PAD]}  # of ids with padding, an assistant infers a mask
     plain = model.generate(ids, **greedy)
-    assistant = new_model(torch.float64, seed=1)
+    assistant = new_model(torch.float64, seed=1, **FIVE_LAYERS)
     assistant.model.load_state_dict(model.model.state_dict())  # the same body under another head
     with torch.no_grad():
         assistant.lm_head.weight.lerp_(model.lm_head.weight, 0.7)
@@ -203,14 +203,16 @@ def test_an_assistant_is_greedy(model, draft_tokens):
     """The model itself as assistant (every draft accepted), and another one (most rejected)."""
     ids = some_ids(1, PROMPT, seed=11)
     plain = model.generate(ids, **GREEDY)
-    for assistant in (new_model(torch.float64), new_model(torch.float64, seed=1)):
+    for assistant in (new_model(torch.float64, **FIVE_LAYERS), new_model(torch.float64, seed=1, **FIVE_LAYERS)):
         assistant.generation_config.num_assistant_tokens = draft_tokens
         assert torch.equal(model.generate(ids, **GREEDY, assistant_model=assistant), plain)
 
 
 def test_assisted_sampling_draws_the_same_kind_of_tokens(model):
     out = model.generate(
-        some_ids(1, PROMPT, seed=11), **GREEDY | {"do_sample": True}, assistant_model=new_model(torch.float64, seed=1)
+        some_ids(1, PROMPT, seed=11),
+        **GREEDY | {"do_sample": True},
+        assistant_model=new_model(torch.float64, seed=1, **FIVE_LAYERS),
     )
     assert out.shape == (1, PROMPT + NEW)
 

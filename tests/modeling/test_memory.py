@@ -12,8 +12,8 @@ TILE = 1 << 15  # elements; small, so that what grows with the length shows
 TOPK = 64
 MODELS = {
     # 384 pool positions a query, of which 64 are selected.
-    "v41": lambda: v41.new_model(index_topk=TOPK, candidate_topk_blocks=48, candidate_block_size=8),
-    "v41-dense": lambda: v41.new_model(index_topk=None, candidate_source_layer_id=-1),
+    "v41": lambda: v41.new_model(**v41.FIVE_LAYERS, index_topk=TOPK, candidate_topk_blocks=48, candidate_block_size=8),
+    "v41-dense": lambda: v41.new_model(**v41.FIVE_LAYERS | {"index_topk": None, "candidate_source_layer_id": -1}),
     "v4": lambda: v4.random_model(torch.float32, **(v4.SMALL | {"index_topk": TOPK})),
 }
 

@@ -33,6 +33,12 @@ TEXT = {
     "engram_num_embeddings": [384, 552], "engram_pad_token_id": PAD, "engram_compressed_vocab_size": 128,
     "num_nextn_predict_layers": 0, "initializer_range": 0.15, "hc_sinkhorn_iters": 3,
 }  # fmt: skip
+# For tests that do not ask for more: a window with Engram, a source of ratio 2, its reader with Engram, the source of
+# candidates, and a layer that selects among them.
+FIVE_LAYERS = {
+    "num_hidden_layers": 5, "compress_ratios": [0, 2, 2, 1, 1], "kv_source_layer_ids": [1, 3],
+    "index_source_layer_ids": [1, 3, 4], "candidate_source_layer_id": 3, "engram_layer_ids": [0, 2],
+}  # fmt: skip
 
 
 def tiny_config(**changed):
@@ -69,6 +75,12 @@ def new_model(dtype=torch.float32, seed=0, **changed):
 def shared_model(dtype=torch.float32, **changed):
     """A tiny model that tests share and must not change."""
     return new_model(dtype, **changed)
+
+
+@cache
+def five_layer_model():
+    """A shallower one in float64 that tests share and must not change."""
+    return new_model(torch.float64, **FIVE_LAYERS)
 
 
 def some_ids(batch, length, seed=0, low=3):
