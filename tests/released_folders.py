@@ -23,12 +23,27 @@ def same_bytes(a, b):
     return torch.equal(a.detach().reshape(-1).view(torch.uint8), b.detach().reshape(-1).view(torch.uint8))
 
 
+def contents(folder):
+    """Every file of a folder by name, as bytes."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def stored_tensors(folder):
     """Every tensor of the safetensors files of a folder, by its name."""
     tensors = {}
     for file in sorted(Path(folder).glob("*.safetensors")):
         tensors |= load_file(str(file))
     return tensors
+
+
+def remove(name):
+    """An edit of a `Folder`."""
+    return lambda folder: folder.__delitem__(name)
+
+
+def change(name, function):
+    """An edit of a `Folder`."""
+    return lambda folder: folder.__setitem__(name, function(folder[name]))
 
 
 class Folder:

@@ -31,8 +31,9 @@ from transformers import (
 import modeling_dsv4
 import processing_dsv4
 from tests import golden_cases as golden
-from tests.convert.test_push_to_hub import REPOSITORY, contents, hub  # noqa: F401  (hub is a fixture)
+from tests.convert.test_push_to_hub import REPOSITORY, hub  # noqa: F401  (hub is a fixture)
 from tests.modeling.tiny_model import new_model, shared_model, some_ids
+from tests.released_folders import contents
 from tests.training.ranks import on_ranks
 
 README = Path(__file__).parents[1] / "README.md"

@@ -24,6 +24,7 @@ from modeling_dsv4.ngram_hash import token_map_digest
 from modeling_dsv4.token_map import STORED_MAP, read_token_map
 from processing_dsv4 import Dsv41Processor
 from tests.golden_cases import load_json
+from tests.released_folders import contents
 
 FAMILIES = ("v41", "v4")
 CARD = "---\nlicense: mit\nlanguage: [en]\ntags: [fp8, mine]\n---\n# Card of the source\n"
@@ -48,11 +49,6 @@ def folders(sources, tmp_path_factory):
     for family in FAMILIES:
         make_hub_folder(sources / family, root / family, progress=False)
     return root
-
-
-def contents(folder):
-    """Every file of a folder by name, as bytes."""
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -13,6 +13,7 @@ from convert.__main__ import main
 from convert.tiny import make_tiny
 from convert.verify import verify
 from tests.processes import CONTEXT
+from tests.released_folders import contents
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +45,6 @@ def complete(arguments):
     process = start(arguments)
     process.join(timeout=300)
     assert process.exitcode == 0
-
-
-def contents(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def kill_and_run_again(command, source, folder, seeds):

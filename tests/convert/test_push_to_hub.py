@@ -12,7 +12,7 @@ from convert.tiny import make_tiny
 from modeling_dsv4 import Dsv4ForCausalLM, Dsv41ForConditionalGeneration
 from modeling_dsv4.token_map import STORED_MAP
 from tests.golden_cases import load_json
-from tests.released_folders import same_bytes, stored_tensors
+from tests.released_folders import contents, same_bytes, stored_tensors
 
 REPOSITORY = "somebody/model"
 CLASSES = {"v41": Dsv41ForConditionalGeneration, "v4": Dsv4ForCausalLM}
@@ -43,10 +43,6 @@ def hub(monkeypatch):
     monkeypatch.setattr(client, "_hf_api", stand_in)
     monkeypatch.setattr(client.ModelCard, "load", no_card)
     return stand_in
-
-
-def contents(folder):
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture(scope="module", params=CLASSES)

@@ -19,7 +19,7 @@ from convert.verify import verify
 from modeling_dsv4 import Dsv4ForCausalLM, Dsv4QuantizationConfig, Dsv41ForCausalLM, Dsv41ForConditionalGeneration
 from tests.golden_cases import CHECKPOINT_V4, CHECKPOINT_V41, load_json
 from tests.reference import formats
-from tests.released_folders import Folder, same_bytes, stored_tensors
+from tests.released_folders import Folder, contents, same_bytes, stored_tensors
 
 ROOT = Path(__file__).parents[2]
 DEQUANTIZE = Dsv4QuantizationConfig(dequantize=True)
@@ -36,10 +36,6 @@ TRAINED = (
     "norm.weight",
     "layers.1.self_attn.sinks",
 )
-
-
-def contents(folder):
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(Path(folder).rglob("*")) if p.is_file()}
 
 
 def differing(a, b):

@@ -33,10 +33,10 @@ def float_model():
 @contextmanager
 def rounding(model, enabled):
     """Switch the rounding of cached values for a while."""
-    text, before = model.config.text_config, model.config.text_config.cache_rounding
-    text.cache_rounding = enabled
+    text = model.config.get_text_config()
+    before, text.cache_rounding = text.cache_rounding, enabled
     try:
-        yield
+        yield model
     finally:
         text.cache_rounding = before
 

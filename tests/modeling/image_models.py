@@ -5,7 +5,6 @@ values off: what must be equal in exact arithmetic is then equal to 1e-9, with n
 `tiny_model` is a fresh small float64 model, quick enough for beams and finite differences.
 """
 
-from contextlib import contextmanager
 from functools import cache
 
 import numpy as np
@@ -38,17 +37,6 @@ def exact_model():
     model = load_golden(torch.float64, dequantize=True)
     model.config.text_config.cache_rounding = False
     return model
-
-
-@contextmanager
-def rounding(model, enabled):
-    """Switch the rounding of cached values for a while."""
-    text = model.config.text_config
-    before, text.cache_rounding = text.cache_rounding, enabled
-    try:
-        yield model
-    finally:
-        text.cache_rounding = before
 
 
 def tiny_config(**vision) -> Dsv41Config:

@@ -58,6 +58,11 @@ def tiny_config(**changes):
     return Dsv41TextConfig(**(TINY | changes))
 
 
+def random_values(*shape, seed=1, dtype=torch.float64, scale=1.0):
+    """Normal numbers, the same in every dtype."""
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale).to(dtype)
+
+
 def fill(module, seed=0, scale=None):
     """Fill every parameter with random values large enough that every part of the module moves its output."""
     generator = torch.Generator().manual_seed(seed)

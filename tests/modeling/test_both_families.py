@@ -42,7 +42,7 @@ from tests.modeling.test_fault_kinds import (  # noqa: F401
 )
 from tests.modeling.test_modeling_deepseek_v41 import test_logits_to_keep, test_tuples_instead_of_outputs  # noqa: F401
 from tests.reference import mhc, text_model, v4_model
-from tests.released_folders import Folder, small_folder
+from tests.released_folders import Folder, change, remove, small_folder
 
 LENGTH = 41
 
@@ -261,34 +261,26 @@ WQ, W1, APE = "layers.2.attn.wq_a", "layers.2.ffn.experts.3.w1", "layers.2.attn.
 TABLE = "layers.0.ffn.gate.tid2eid"
 
 
-def _drop(name):
-    return lambda folder: folder.__delitem__(name)
-
-
-def _set(name, function):
-    return lambda folder: folder.__setitem__(name, function(folder[name]))
-
-
 FAULTS = {
-    "missing tensor": (_drop(f"{WQ}.weight"), f"{WQ}.weight"),
-    "missing scale": (_drop(f"{WQ}.scale"), f"{WQ}.scale"),
-    "missing expert scale": (_drop(f"{W1}.scale"), f"{W1}.scale"),
-    "missing norm": (_drop("norm.weight"), "norm.weight"),
-    "wrong dtype": (_set(f"{WQ}.weight", lambda t: t.float()), f"{WQ}"),
-    "wrong expert dtype": (_set(f"{W1}.weight", lambda t: t.to(torch.int32)), f"{W1}.weight"),
-    "wrong shape": (_set(f"{WQ}.weight", lambda t: t[:-1].contiguous()), f"{WQ}.weight"),
-    "wrong scale shape": (_set(f"{W1}.scale", lambda t: t[:, :1].contiguous()), f"{W1}.scale"),
+    "missing tensor": (remove(f"{WQ}.weight"), f"{WQ}.weight"),
+    "missing scale": (remove(f"{WQ}.scale"), f"{WQ}.scale"),
+    "missing expert scale": (remove(f"{W1}.scale"), f"{W1}.scale"),
+    "missing norm": (remove("norm.weight"), "norm.weight"),
+    "wrong dtype": (change(f"{WQ}.weight", lambda t: t.float()), f"{WQ}"),
+    "wrong expert dtype": (change(f"{W1}.weight", lambda t: t.to(torch.int32)), f"{W1}.weight"),
+    "wrong shape": (change(f"{WQ}.weight", lambda t: t[:-1].contiguous()), f"{WQ}.weight"),
+    "wrong scale shape": (change(f"{W1}.scale", lambda t: t[:, :1].contiguous()), f"{W1}.scale"),
     "unknown tensor": (lambda folder: _new(folder, "layers.2.attn.wq_c.weight"), "layers.2.attn.wq_c.weight"),
     "expert beyond the last": (lambda folder: _new(folder, "layers.2.ffn.experts.99.w1.weight"), "experts.99"),
     "zero matches": (lambda folder: folder.rename(lambda name: "other." + name), "other."),
 }
 V4_FAULTS = {
-    "missing table": (_drop(TABLE), TABLE),
-    "table of floats": (_set(TABLE, lambda t: t.float()), TABLE),
-    "table of other width": (_set(TABLE, lambda t: t[:, :1].contiguous()), TABLE),
-    "missing position bias": (_drop(APE), APE),
-    "short position bias": (_set(APE, lambda t: t[:1].contiguous()), APE),
-    "missing collapse": (_drop("hc_head_fn"), "hc_head_fn"),
+    "missing table": (remove(TABLE), TABLE),
+    "table of floats": (change(TABLE, lambda t: t.float()), TABLE),
+    "table of other width": (change(TABLE, lambda t: t[:, :1].contiguous()), TABLE),
+    "missing position bias": (remove(APE), APE),
+    "short position bias": (change(APE, lambda t: t[:1].contiguous()), APE),
+    "missing collapse": (remove("hc_head_fn"), "hc_head_fn"),
     "hash layer with a bias": (lambda folder: _new(folder, "layers.0.ffn.gate.bias"), "layers.0.ffn.gate.bias"),
 }
 # Both ways to load V4; V4.1's faults are told apart in test_broken_checkpoints.

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from modeling_dsv4 import Dsv4QuantizationConfig, Dsv41ForCausalLM
 from tests.golden_cases import CHECKPOINT_V41, load_json
-from tests.released_folders import FIRST, SECOND, small_folder, stored_tensors
+from tests.released_folders import FIRST, SECOND, change, remove, small_folder, stored_tensors
 
 IDS = torch.arange(20, 37)[None]
 DEQUANTIZE = Dsv4QuantizationConfig(dequantize=True)
@@ -34,14 +34,6 @@ WQ, WQS = "layers.2.attn.wq_a.weight", "layers.2.attn.wq_a.scale"  # FP8 [32, 96
 W1, W1S = "layers.2.ffn.experts.3.w1.weight", "layers.2.ffn.experts.3.w1.scale"  # FP4 [32, 48], scale [32, 3]
 TABLE, TABLES = "layers.1.engram.embed.weight", "layers.1.engram.embed.scale"  # FP8 [3150, 32], scale [3150, 1]
 NORM, SINK, BIAS, EMBED = "norm.weight", "layers.2.attn.attn_sink", "layers.2.ffn.gate.bias", "embed.weight"
-
-
-def remove(name):
-    return lambda folder: folder.__delitem__(name)
-
-
-def change(name, function):
-    return lambda folder: folder.__setitem__(name, function(folder[name]))
 
 
 def add(name, tensor):

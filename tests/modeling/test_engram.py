@@ -8,22 +8,19 @@ import torch
 
 from modeling_dsv4.engram import Dsv4EngramMemory, Dsv4EngramTable, Dsv4PackedEngramTable, engram_gate
 from modeling_dsv4.fp_codecs import quantize_fp8
+from tests.modeling.mechanism_models import random_values
 from tests.reference import engram as oracle
 from tests.reference import formats
 
 ROWS, DIM = 40, 64
 
 
-def _random(*shape, seed=1, dtype=torch.float64, scale=1.0):
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale).to(dtype)
-
-
 # ---- gate ----------------------------------------------------------------------------------------------------------------
 
 
 def test_gate_equals_the_oracle():
-    streams, keys, value = _random(2, 5, 4, 6), _random(2, 5, 4, 6, seed=2), _random(2, 5, 6, seed=3)
-    q_weight, k_weight = _random(4, 6, seed=4), _random(4, 6, seed=5)
+    streams, keys, value = random_values(2, 5, 4, 6), random_values(2, 5, 4, 6, seed=2), random_values(2, 5, 6, seed=3)
+    q_weight, k_weight = random_values(4, 6, seed=4), random_values(4, 6, seed=5)
     gate = engram_gate(streams, keys, q_weight, k_weight, eps=1e-20)
     assert gate.shape == (2, 5, 4)
     for b in range(2):
@@ -44,7 +41,7 @@ def test_gate_is_the_sigmoid_of_a_signed_root_with_a_floor(dot, expected):
 
 
 def test_gate_ignores_the_size_of_streams_and_keys():
-    streams, keys, w = _random(1, 3, 2, 8), _random(1, 3, 2, 8, seed=2), torch.ones(2, 8)
+    streams, keys, w = random_values(1, 3, 2, 8), random_values(1, 3, 2, 8, seed=2), torch.ones(2, 8)
     small = engram_gate(streams * 1e-6, keys * 1e5, w, w, eps=1e-20)
     # A mean square of 1e-12 beside an eps of 1e-20: eight digits are left. An eps of 1e-6 would leave none.
     np.testing.assert_allclose(small, engram_gate(streams, keys, w, w, eps=1e-20), rtol=1e-7)
@@ -52,8 +49,8 @@ def test_gate_ignores_the_size_of_streams_and_keys():
 
 
 def test_gate_is_float32_for_bfloat16():
-    args = [_random(2, 3, 4, 8, dtype=torch.bfloat16), _random(2, 3, 4, 8, seed=2, dtype=torch.bfloat16)]
-    weights = [_random(4, 8, seed=3, dtype=torch.bfloat16), _random(4, 8, seed=4, dtype=torch.bfloat16)]
+    args = [random_values(2, 3, 4, 8, dtype=torch.bfloat16), random_values(2, 3, 4, 8, seed=2, dtype=torch.bfloat16)]
+    weights = [random_values(4, 8, seed=3, dtype=torch.bfloat16), random_values(4, 8, seed=4, dtype=torch.bfloat16)]
     found = engram_gate(*args, *weights, eps=1e-20)
     assert found.dtype == torch.float32
     exact = engram_gate(*(t.double() for t in args + weights), eps=1e-20)
@@ -61,8 +58,11 @@ def test_gate_is_float32_for_bfloat16():
 
 
 def test_gradient_of_the_gate():
-    args = [t.requires_grad_() for t in (_random(1, 2, 2, 3), _random(1, 2, 2, 3, seed=2), _random(2, 3, seed=3))]
-    args.append(_random(2, 3, seed=4).requires_grad_())
+    args = [
+        t.requires_grad_()
+        for t in (random_values(1, 2, 2, 3), random_values(1, 2, 2, 3, seed=2), random_values(2, 3, seed=3))
+    ]
+    args.append(random_values(2, 3, seed=4).requires_grad_())
     assert torch.autograd.gradcheck(lambda *a: engram_gate(*a, eps=1e-20), args)
 
 
@@ -71,7 +71,7 @@ def test_gradient_of_the_gate():
 
 def _tables(scale_dtype=torch.float8_e8m0fnu, dim=DIM):
     """A packed table and the float table of the same values."""
-    values, scale = quantize_fp8(_random(ROWS, dim) * 2.0 ** torch.arange(ROWS).remainder(9)[:, None])
+    values, scale = quantize_fp8(random_values(ROWS, dim) * 2.0 ** torch.arange(ROWS).remainder(9)[:, None])
     packed = Dsv4PackedEngramTable(ROWS, dim, scale_dtype)
     packed.assign("weight", values)
     codes = formats.dequantize_fp8_rows
@@ -118,16 +118,16 @@ def _memory(packed=False):
     memory = Dsv4EngramMemory(config, 4).double()
     table, plain = _tables()
     memory.embedding = table if packed else plain.double()
-    memory.kv_proj.weight.data.copy_(_random(4 * 32, 4 * DIM, seed=6, scale=0.05))
-    memory.q_weight.data.copy_(_random(3, 32, seed=7))
-    memory.k_weight.data.copy_(_random(3, 32, seed=8))
+    memory.kv_proj.weight.data.copy_(random_values(4 * 32, 4 * DIM, seed=6, scale=0.05))
+    memory.q_weight.data.copy_(random_values(3, 32, seed=7))
+    memory.k_weight.data.copy_(random_values(3, 32, seed=8))
     return memory
 
 
 @pytest.mark.parametrize("rounds", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 def test_memory_equals_the_oracle(packed, rounds):
-    memory, streams = _memory(packed), _random(2, 4, 3, 32, seed=9)
+    memory, streams = _memory(packed), random_values(2, 4, 3, 32, seed=9)
     memory.kv_proj.quantize_activations = rounds
     rows = torch.randint(0, ROWS, (2, 4, 4), generator=torch.Generator().manual_seed(2))
     image = torch.tensor([[0, 1, 0, 0], [1, 1, 0, 0]]).bool()
@@ -149,7 +149,7 @@ def test_memory_equals_the_oracle(packed, rounds):
 
 
 def test_image_positions_are_untouched_and_without_gradient():
-    memory, streams = _memory(), _random(1, 4, 3, 32, seed=9)
+    memory, streams = _memory(), random_values(1, 4, 3, 32, seed=9)
     rows = torch.randint(0, ROWS, (1, 4, 4), generator=torch.Generator().manual_seed(2))
     image = torch.tensor([[True, False, True, False]])
     found = memory(streams, rows, image)
@@ -159,13 +159,13 @@ def test_image_positions_are_untouched_and_without_gradient():
 
 
 def test_all_text_needs_no_mask():
-    memory, streams = _memory(), _random(1, 4, 3, 32, seed=9)
+    memory, streams = _memory(), random_values(1, 4, 3, 32, seed=9)
     rows = torch.zeros(1, 4, 4, dtype=torch.long)
     assert torch.equal(memory(streams, rows), memory(streams, rows, torch.zeros(1, 4, dtype=torch.bool)))
 
 
 def test_the_sum_is_float32_and_cast_once():
-    memory, streams = _memory().bfloat16(), _random(1, 4, 3, 32, seed=9, dtype=torch.bfloat16)
+    memory, streams = _memory().bfloat16(), random_values(1, 4, 3, 32, seed=9, dtype=torch.bfloat16)
     rows = torch.randint(0, ROWS, (1, 4, 4), generator=torch.Generator().manual_seed(2))
     projected = memory.kv_proj(memory.embedding.gather(rows, torch.bfloat16).flatten(-2))
     gate = engram_gate(

@@ -18,6 +18,7 @@ from modeling_dsv4.hyper_connections import (
     hyper_connection_site,
     sinkhorn_normalize,
 )
+from tests.modeling.mechanism_models import random_values
 from tests.reference import mhc
 
 OPTIONS = {"iterations": 20, "eps": 1e-6, "norm_eps": 1e-20}
@@ -27,14 +28,10 @@ ASYMMETRIC = torch.tensor(
 )
 
 
-def _random(*shape, seed=1, dtype=torch.float64, scale=1.0):
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale).to(dtype)
-
-
 def _site(count=4, width=6, seed=1, dtype=torch.float64):
     """fn, base, scale of a site whose coefficients depend strongly on its streams."""
     size = count * (count + 2)
-    fn, base = _random(size, count * width, seed=seed), _random(size, seed=seed + 1)
+    fn, base = random_values(size, count * width, seed=seed), random_values(size, seed=seed + 1)
     return fn.to(dtype), base.to(dtype), torch.tensor([0.7, -0.4, 0.9], dtype=dtype)
 
 
@@ -42,7 +39,7 @@ def _site(count=4, width=6, seed=1, dtype=torch.float64):
 
 
 def test_expand_is_the_written_out_double_sum():
-    streams, output = _random(1, 1, 4, 3), _random(1, 1, 3, seed=2)
+    streams, output = random_values(1, 1, 4, 3), random_values(1, 1, 3, seed=2)
     post = torch.tensor([[[0.5, 2.0, 0.0, 1.5]]], dtype=torch.float64)
     found = expand_streams(streams, output, post, ASYMMETRIC[None, None])[0, 0]
     h, y, c, m = streams[0, 0].tolist(), output[0, 0].tolist(), post[0, 0].tolist(), ASYMMETRIC.tolist()
@@ -63,7 +60,7 @@ def test_a_cycle_moves_each_source_to_its_destination():
 
 
 def test_collapse_and_the_first_pre():
-    streams, pre = _random(2, 3, 4, 5), _random(2, 3, 4, seed=2)
+    streams, pre = random_values(2, 3, 4, 5), random_values(2, 3, 4, seed=2)
     found = collapse_streams(streams, pre)
     for b, s in itertools.product(range(2), range(3)):
         np.testing.assert_allclose(found[b, s], mhc.collapse(streams[b, s].numpy(), pre[b, s].numpy()), atol=1e-14)
@@ -73,8 +70,14 @@ def test_collapse_and_the_first_pre():
 
 
 def test_sums_are_taken_in_float32_and_cast_once():
-    streams, pre = _random(2, 9, 4, 16, dtype=torch.bfloat16), _random(2, 9, 4, seed=2, dtype=torch.float32)
-    output, post = _random(2, 9, 16, seed=3, dtype=torch.bfloat16), _random(2, 9, 4, seed=4, dtype=torch.float32)
+    streams, pre = (
+        random_values(2, 9, 4, 16, dtype=torch.bfloat16),
+        random_values(2, 9, 4, seed=2, dtype=torch.float32),
+    )
+    output, post = (
+        random_values(2, 9, 16, seed=3, dtype=torch.bfloat16),
+        random_values(2, 9, 4, seed=4, dtype=torch.float32),
+    )
     comb = ASYMMETRIC.float().expand(2, 9, 4, 4)
     assert torch.equal(collapse_streams(streams, pre), collapse_streams(streams.float(), pre).bfloat16())
     wide = expand_streams(streams.float(), output.float(), post, comb)
@@ -87,7 +90,7 @@ def test_sums_are_taken_in_float32_and_cast_once():
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_coefficients_equal_the_oracle(count):
     fn, base, scale = _site(count)
-    streams = _random(2, 3, count, 6, seed=5)
+    streams = random_values(2, 3, count, 6, seed=5)
     pre, post, comb = hyper_connection_coefficients(streams, fn, base, scale, **OPTIONS)
     for b, s in itertools.product(range(2), range(3)):
         expected = mhc.coefficients(streams[b, s].numpy(), fn.numpy(), base.numpy(), scale.numpy())
@@ -98,7 +101,7 @@ def test_coefficients_equal_the_oracle(count):
 
 def test_coefficients_do_not_depend_on_the_size_of_the_streams():
     fn, base, scale = _site(dtype=torch.float32)
-    streams = _random(1, 5, 4, 6, seed=6, dtype=torch.float32)
+    streams = random_values(1, 5, 4, 6, seed=6, dtype=torch.float32)
     for found, other in zip(
         hyper_connection_coefficients(streams, fn, base, scale, **OPTIONS),
         hyper_connection_coefficients(streams * 1e-7, fn, base, scale, **OPTIONS),
@@ -109,7 +112,7 @@ def test_coefficients_do_not_depend_on_the_size_of_the_streams():
 
 def test_bfloat16_streams_give_float32_coefficients():
     fn, base, scale = _site(dtype=torch.float32)
-    streams = _random(1, 5, 4, 6, seed=7, dtype=torch.bfloat16)
+    streams = random_values(1, 5, 4, 6, seed=7, dtype=torch.bfloat16)
     found = hyper_connection_coefficients(streams, fn, base, scale, **OPTIONS)
     expected = hyper_connection_coefficients(streams.double(), fn.double(), base.double(), scale.double(), **OPTIONS)
     for value, exact in zip(found, expected, strict=True):
@@ -131,7 +134,7 @@ def test_a_whole_site_equals_the_oracle():
     site = site.double()
     for parameter, value in zip(site.parameters(), _site(), strict=True):
         parameter.data.copy_(value)
-    streams, output = _random(1, 3, 4, 6, seed=8), _random(1, 3, 6, seed=9)
+    streams, output = random_values(1, 3, 4, 6, seed=8), random_values(1, 3, 6, seed=9)
     _, _, pre, post, comb = site(streams)
     mixed = expand_streams(streams, output, post, comb).detach()
     for s in range(3):
@@ -145,8 +148,8 @@ def test_a_whole_site_equals_the_oracle():
 @pytest.mark.parametrize("carried", [False, True])
 def test_a_site_first_settles_what_is_pending(carried):
     fn, base, scale = _site()
-    streams, output = _random(1, 3, 4, 6, seed=8), _random(1, 3, 6, seed=9)
-    carried_pre, post = _random(1, 3, 4, seed=10), _random(1, 3, 4, seed=11)
+    streams, output = random_values(1, 3, 4, 6, seed=8), random_values(1, 3, 6, seed=9)
+    carried_pre, post = random_values(1, 3, 4, seed=10), random_values(1, 3, 4, seed=11)
     pending = Expansion(output, post, ASYMMETRIC.expand(1, 3, 4, 4))
     site = hyper_connection_site(
         streams, pending, carried_pre if carried else None, fn, base, scale, lambda x: 3 * x, **OPTIONS
@@ -164,7 +167,7 @@ def test_a_site_first_settles_what_is_pending(carried):
 
 @pytest.mark.parametrize("iterations", [1, 2, 20])
 def test_sinkhorn_equals_the_oracle(iterations):
-    logits = _random(50, 4, 4, scale=3.0)
+    logits = random_values(50, 4, 4, scale=3.0)
     found = sinkhorn_normalize(logits, iterations=iterations, eps=1e-6)
     np.testing.assert_allclose(found, mhc.sinkhorn(logits.numpy(), iterations), atol=1e-13)
     # The last step is over columns: they end as sum / (sum + eps), whatever the rows do.
@@ -173,7 +176,7 @@ def test_sinkhorn_equals_the_oracle(iterations):
 
 
 def test_mixing_is_doubly_stochastic_and_never_amplifies():
-    found = sinkhorn_normalize(_random(500, 4, 4, dtype=torch.float32), iterations=20, eps=1e-6).double().numpy()
+    found = sinkhorn_normalize(random_values(500, 4, 4, dtype=torch.float32), iterations=20, eps=1e-6).double().numpy()
     assert (found >= 0).all()
     assert mhc.column_sum_error(found) < 3e-6
     assert mhc.row_sum_error(found) < 1e-3
@@ -183,7 +186,7 @@ def test_mixing_is_doubly_stochastic_and_never_amplifies():
 
 
 def test_twenty_iterations_are_near_the_limit():
-    logits = _random(500, 4, 4)
+    logits = random_values(500, 4, 4)
     limit = mhc.sinkhorn_limit(logits.numpy())
     assert mhc.doubly_stochastic_error(limit) < 1e-13 and abs(mhc.largest_gain(limit) - 1) < 1e-12
     errors = [
@@ -203,20 +206,20 @@ def _mixed(streams, comb):
 
 
 def test_the_sum_over_streams_is_conserved():
-    streams = _random(1, 40, 4, 16, seed=3)
-    comb = sinkhorn_normalize(_random(1, 40, 4, 4), iterations=200, eps=0.0)
+    streams = random_values(1, 40, 4, 16, seed=3)
+    comb = sinkhorn_normalize(random_values(1, 40, 4, 4), iterations=200, eps=0.0)
     np.testing.assert_allclose(_mixed(streams, comb).sum(2), streams.sum(2), atol=1e-9)
     # Forty layers with the released iterations and eps: conserved up to what is left of the row errors, never larger.
     mixed = streams
     for layer in range(40):
-        mixed = _mixed(mixed, sinkhorn_normalize(_random(1, 40, 4, 4, seed=layer), iterations=20, eps=1e-6))
+        mixed = _mixed(mixed, sinkhorn_normalize(random_values(1, 40, 4, 4, seed=layer), iterations=20, eps=1e-6))
     assert (mixed.sum(2) - streams.sum(2)).abs().max() < 1e-3 * streams.sum(2).abs().max()
     assert mixed.abs().max() <= streams.abs().max()
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 30.0, 1e4])
 def test_extreme_logits_stay_finite(scale):
-    logits = (_random(200, 4, 4, dtype=torch.float32) * scale).requires_grad_()
+    logits = (random_values(200, 4, 4, dtype=torch.float32) * scale).requires_grad_()
     found = sinkhorn_normalize(logits, iterations=20, eps=1e-6)
     found.square().sum().backward()
     assert found.isfinite().all() and (found >= 0).all() and logits.grad.isfinite().all()
@@ -227,7 +230,10 @@ def test_extreme_logits_stay_finite(scale):
 
 def test_gradients_of_a_site():
     fn, base, scale = _site(3, 2)
-    args = [t.requires_grad_() for t in (_random(1, 2, 3, 2, seed=5), fn, base, scale, _random(1, 2, 2, seed=6))]
+    args = [
+        t.requires_grad_()
+        for t in (random_values(1, 2, 3, 2, seed=5), fn, base, scale, random_values(1, 2, 2, seed=6))
+    ]
 
     def site(streams, fn, base, scale, output):
         pre, post, comb = hyper_connection_coefficients(streams, fn, base, scale, **OPTIONS)
@@ -244,7 +250,7 @@ def _site_loss(streams, fn, base, scale, output, factor):
 
 def _gradients(function, dtype, factor):
     fn, base, scale = _site(4, 16, dtype=torch.float32)
-    streams, output = _random(2, 5, 4, 16, seed=5, dtype=dtype), _random(2, 5, 16, seed=6, dtype=dtype)
+    streams, output = random_values(2, 5, 4, 16, seed=5, dtype=dtype), random_values(2, 5, 16, seed=6, dtype=dtype)
     args = [t.clone().requires_grad_() for t in (streams, fn, base, scale, output)]
     loss = function(*args, factor)
     loss.backward()

@@ -16,6 +16,7 @@ from modeling_dsv4 import (
 )
 from tests import golden_cases as golden
 
+from .golden_model import rounding
 from .image_models import (
     GREEDY,
     IMAGE,
@@ -30,7 +31,6 @@ from .image_models import (
     logits_of,
     prompt,
     record,
-    rounding,
     shared_tiny,
     tiny_config,
     tiny_model,

@@ -1,6 +1,7 @@
 """Shared layers: RMSNorm, packed and grouped linear layers, clamped SwiGLU, the head."""
 
 import copy
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,11 +18,10 @@ from modeling_dsv4.layers import (
     Dsv4RMSNorm,
     clamped_swiglu,
 )
+from tests.modeling.mechanism_models import random_values
 from tests.reference import experts, formats, text_model
 
-
-def _random(*shape, seed=1, dtype=torch.float32, scale=1.0):
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale).to(dtype)
+_random = partial(random_values, dtype=torch.float32)
 
 
 def _pack(linear, weight, block_size=(32, 32)):

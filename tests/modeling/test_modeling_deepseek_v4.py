@@ -13,6 +13,7 @@ import torch
 from convert.inventory import released_tensors
 from modeling_dsv4 import Dsv4Cache, Dsv4Config, Dsv4ForCausalLM, Dsv4Model
 from tests import golden_cases as golden
+from tests.modeling import golden_model
 from tests.modeling import v4_models as tiny
 from tests.modeling.tiny_model import oracle_weights
 from tests.reference import v4_model
@@ -57,7 +58,7 @@ def assert_equal_to_oracle(output, expected, bound=EXACT):
 def test_goldens(name):
     """Logits, streams, final states, selections, routes and pooled entries, as far as the file holds them."""
     model, case = tiny.golden_model(), case_of(name)
-    with tiny.rounding(model, False):
+    with golden_model.rounding(model, False):
         output = tiny.outputs_of(model, ids_of(case))
     case["attention_mask"] = np.ones_like(case["input_ids"])
     report = golden.compare_case(case, output)
@@ -99,7 +100,7 @@ def test_greedy(name):
     model, case = tiny.golden_model(), case_of(name)
     prompt, new = ids_of(case), case["step_logits"].shape[1]
     options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "output_logits": True}
-    with tiny.rounding(model, False):
+    with golden_model.rounding(model, False):
         out = model.generate(prompt, return_dict_in_generate=True, **options)
     assert np.array_equal(out.sequences.numpy(), case["sequences"])
     error = np.abs(torch.stack(out.logits, dim=1).numpy() - case["step_logits"]).max()
@@ -275,7 +276,7 @@ def test_mtp_equals_the_oracle(mtp_model, folders, rounding):
     weights, config = v4_model.load_checkpoint(folders["mtp"]), golden.load_json(folders["mtp"] / "config.json")
     ids = tiny.some_ids(1, 23, seed=5)
     expected = v4_model.forward(weights, config, ids[0].tolist(), rounding=rounding, mtp=True)
-    with tiny.rounding(mtp_model, rounding), torch.no_grad():
+    with golden_model.rounding(mtp_model, rounding), torch.no_grad():
         streams = mtp_model.model(ids, output_streams=True).streams
         logits = mtp_model.lm_head(mtp_model.model.predict_after_next(streams, ids))
     assert logits.shape == (1, 22, 384)

@@ -9,13 +9,10 @@ import torch
 from modeling_dsv4 import moe
 from modeling_dsv4.fp_codecs import quantize_fp4_rows, quantize_fp8_tiles
 from modeling_dsv4.moe import Dsv4Experts, Dsv4PackedExperts, Dsv4SparseMoeBlock, Dsv4TopKRouter, route_tokens
+from tests.modeling.mechanism_models import random_values
 from tests.reference import experts, formats
 
 HIDDEN, WIDTH, EXPERTS, CHOSEN = 64, 32, 8, 3
-
-
-def _random(*shape, seed=1, dtype=torch.float64, scale=1.0):
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale).to(dtype)
 
 
 def _config(**changes):
@@ -40,7 +37,11 @@ def _config(**changes):
 
 
 def test_routing_equals_the_oracle():
-    x, weight, bias = _random(40, HIDDEN), _random(EXPERTS, HIDDEN, seed=2, scale=0.3), _random(EXPERTS, seed=3)
+    x, weight, bias = (
+        random_values(40, HIDDEN),
+        random_values(EXPERTS, HIDDEN, seed=2, scale=0.3),
+        random_values(EXPERTS, seed=3),
+    )
     weights, indices = route_tokens(x @ weight.mT, bias, k=CHOSEN, normalize=True, scaling=1.5)
     for t in range(40):
         chosen, expected = experts.route(x[t].numpy(), weight.numpy(), bias.numpy(), CHOSEN, 1.5)
@@ -75,14 +76,14 @@ def test_large_logits_are_linear_and_small_ones_vanish():
 
 def _router(**changes):
     router = Dsv4TopKRouter(_config(**changes), 0).double()
-    router.weight.data.copy_(_random(EXPERTS, HIDDEN, scale=0.3))
-    router.e_score_correction_bias.copy_(_random(EXPERTS, seed=2))
-    router.e_score_correction_bias_vl.copy_(_random(EXPERTS, seed=3))
+    router.weight.data.copy_(random_values(EXPERTS, HIDDEN, scale=0.3))
+    router.e_score_correction_bias.copy_(random_values(EXPERTS, seed=2))
+    router.e_score_correction_bias_vl.copy_(random_values(EXPERTS, seed=3))
     return router
 
 
 def test_image_tokens_have_a_bias_of_their_own():
-    router, x = _router(), _random(30, HIDDEN, seed=4)
+    router, x = _router(), random_values(30, HIDDEN, seed=4)
     image = torch.arange(30) % 3 == 0
     _, weights, indices = router(x, image)
     differs = 0
@@ -102,7 +103,7 @@ def test_image_tokens_have_a_bias_of_their_own():
 
 
 def test_the_temperature_divides_the_logits():
-    plain, warm, x = _router(), _router(gate_temp=2.0), _random(10, HIDDEN, seed=5)
+    plain, warm, x = _router(), _router(gate_temp=2.0), random_values(10, HIDDEN, seed=5)
     np.testing.assert_allclose(warm(x)[0].detach() * 2, plain(x)[0].detach(), rtol=1e-13)
     expected = route_tokens(plain(x)[0] / 2, warm.e_score_correction_bias, k=CHOSEN, normalize=True, scaling=1.5)
     assert torch.equal(warm(x)[2], expected[1])
@@ -110,28 +111,30 @@ def test_the_temperature_divides_the_logits():
 
 def test_routing_is_float32_for_bfloat16_inputs():
     router = _router().bfloat16()
-    router.e_score_correction_bias = _random(EXPERTS, seed=2, dtype=torch.float32)
-    x = _random(20, HIDDEN, seed=6, dtype=torch.bfloat16)
+    router.e_score_correction_bias = random_values(EXPERTS, seed=2, dtype=torch.float32)
+    x = random_values(20, HIDDEN, seed=6, dtype=torch.bfloat16)
     logits, weights, _ = router(x)
     assert logits.dtype == weights.dtype == torch.float32
     np.testing.assert_allclose(logits.detach(), x.double() @ router.weight.detach().double().mT, atol=1e-5)
 
 
 def test_gradient_reaches_the_router_and_not_the_bias():
-    router, x = _router(), _random(12, HIDDEN, seed=7).requires_grad_()
+    router, x = _router(), random_values(12, HIDDEN, seed=7).requires_grad_()
     _, weights, _ = router(x)
-    (weights * _random(12, CHOSEN, seed=8)).sum().backward()
+    (weights * random_values(12, CHOSEN, seed=8)).sum().backward()
     assert router.weight.grad.abs().max() > 0 and x.grad.abs().max() > 0
     assert {name for name, _ in router.named_parameters()} == {"weight"}
     assert not router.e_score_correction_bias.requires_grad
-    bias = _random(EXPERTS).requires_grad_()
-    weights, _ = route_tokens(_random(4, EXPERTS, seed=9).requires_grad_(), bias, k=2, normalize=True, scaling=1.0)
+    bias = random_values(EXPERTS).requires_grad_()
+    weights, _ = route_tokens(
+        random_values(4, EXPERTS, seed=9).requires_grad_(), bias, k=2, normalize=True, scaling=1.0
+    )
     weights.sum().backward()
     assert bias.grad is None
 
 
 def test_gradient_of_the_routing_weights():
-    bias, logits = _random(6, seed=2), _random(4, 6, seed=3).requires_grad_()
+    bias, logits = random_values(6, seed=2), random_values(4, 6, seed=3).requires_grad_()
     for normalize in (True, False):
 
         def route(values, normalize=normalize):
@@ -154,7 +157,7 @@ def _banks(expert_dtype="fp4", scale_dtype=torch.float8_e8m0fnu, dtype=torch.flo
         expert, projection = name.split(".")[:2]
         shape = (WIDTH, HIDDEN) if projection != "down_proj" else (HIDDEN, WIDTH)
         seed = 10 * int(expert) + ("gate_proj", "up_proj", "down_proj").index(projection)
-        weight = _random(*shape, seed=seed, dtype=torch.float32, scale=0.3)
+        weight = random_values(*shape, seed=seed, dtype=torch.float32, scale=0.3)
         if expert_dtype == "fp4":
             values, scale = quantize_fp4_rows(weight)
             codes = scale.view(torch.uint8).numpy()
@@ -197,7 +200,7 @@ def test_packed_and_float_banks_are_equal_bit_for_bit(expert_dtype, scale_dtype,
     bank.activation_block = packed.activation_block
     weights, indices = _routing()
     weights = weights.to(torch.promote_types(dtype, torch.float32))
-    x, y = (_random(12, HIDDEN, seed=3, dtype=dtype).requires_grad_() for _ in range(2))
+    x, y = (random_values(12, HIDDEN, seed=3, dtype=dtype).requires_grad_() for _ in range(2))
     found, expected = packed(x, indices, weights), bank(y, indices, weights)
     assert found.dtype == torch.promote_types(dtype, torch.float32)
     assert torch.equal(found, expected)
@@ -218,7 +221,7 @@ def test_nothing_unpacked_is_kept_for_the_backward_pass():
             lambda t, shapes=shapes: shapes.add(tuple(t.shape)) or t, lambda t: t
         )
         with hooks:
-            some(_random(12, HIDDEN, seed=3, dtype=torch.float32).requires_grad_(), indices, weights.float())
+            some(random_values(12, HIDDEN, seed=3, dtype=torch.float32).requires_grad_(), indices, weights.float())
         assert bool(shapes & matrices) == keeps, shapes
 
 
@@ -228,7 +231,7 @@ def test_banks_equal_the_oracle(limit, rounds):
     packed, bank, matrices = _banks(swiglu_limit=limit)
     packed.quantize_activations = bank.quantize_activations = rounds
     weights, indices = _routing()
-    x = _random(12, HIDDEN, seed=3)
+    x = random_values(12, HIDDEN, seed=3)
     expected = np.zeros((12, HIDDEN))
     for t in range(12):
         for weight, e in zip(weights[t].tolist(), indices[t].tolist(), strict=True):
@@ -242,7 +245,7 @@ def test_banks_equal_the_oracle(limit, rounds):
 def test_the_routing_weight_comes_before_the_rounding_of_the_down_input():
     packed, _, matrices = _banks(swiglu_limit=100.0)
     packed.quantize_activations = True
-    x, e = _random(1, HIDDEN, seed=3), 2
+    x, e = random_values(1, HIDDEN, seed=3), 2
     found = packed(x, torch.tensor([[e]]), torch.full((1, 1), 0.3, dtype=torch.float64))
     w1, w2, w3 = (matrices[e, name] for name in ("gate_proj", "down_proj", "up_proj"))
     inside = experts.expert(x[0].numpy(), w1, w2, w3, 100.0, 0.3, formats.round_fp8)
@@ -257,7 +260,7 @@ def test_only_routed_experts_are_unpacked_and_each_once(monkeypatch):
     monkeypatch.setattr(moe, "dequantize_fp4_rows", lambda w, s, **k: touched.append(w.data_ptr()) or real(w, s, **k))
     weights, indices = _routing()
     indices[:] = torch.tensor([6, 1, 4])
-    packed(_random(12, HIDDEN), indices, weights)
+    packed(random_values(12, HIDDEN), indices, weights)
     wanted = [f"{e}.{p}.weight" for e in (1, 4, 6) for p in ("gate_proj", "up_proj", "down_proj")]
     assert sorted(touched) == sorted(packed.host_tensor(name).data_ptr() for name in wanted)
 
@@ -265,7 +268,7 @@ def test_only_routed_experts_are_unpacked_and_each_once(monkeypatch):
 def test_experts_without_tokens_get_no_gradient_and_order_does_not_matter():
     _, bank, _ = _banks(dtype=torch.float64)
     weights, indices = _routing(experts_used=5)
-    x = _random(12, HIDDEN)
+    x = random_values(12, HIDDEN)
     out = bank(x, indices, weights)
     out.sum().backward()
     assert not bank.gate_up_proj.grad[5:].any() and all(bank.down_proj.grad[e].any() for e in range(5))
@@ -276,10 +279,10 @@ def test_experts_without_tokens_get_no_gradient_and_order_does_not_matter():
 
 def test_gradient_of_a_bank():
     bank = Dsv4Experts(_config(hidden_size=4, moe_intermediate_size=3, n_routed_experts=3, swiglu_limit=50.0)).double()
-    bank.gate_up_proj.data.copy_(_random(3, 6, 4))
-    bank.down_proj.data.copy_(_random(3, 4, 3, seed=2))
+    bank.gate_up_proj.data.copy_(random_values(3, 6, 4))
+    bank.down_proj.data.copy_(random_values(3, 4, 3, seed=2))
     indices = torch.tensor([[0, 2], [2, 1], [0, 1]])
-    args = _random(3, 4, seed=3).requires_grad_(), torch.rand(3, 2, dtype=torch.float64, requires_grad=True)
+    args = random_values(3, 4, seed=3).requires_grad_(), torch.rand(3, 2, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x, w: bank(x, indices, w), args)
 
 
@@ -301,10 +304,10 @@ def test_host_tensors_of_a_bank_survive_casts_and_are_checked():
 def test_block_adds_routed_and_shared_experts_like_the_oracle():
     block = Dsv4SparseMoeBlock(_config(), 0).double()
     for i, parameter in enumerate(block.parameters()):
-        parameter.data.copy_(_random(*parameter.shape, seed=20 + i, scale=0.3))
-    block.gate.e_score_correction_bias.copy_(_random(EXPERTS, seed=2))
-    block.gate.e_score_correction_bias_vl.copy_(_random(EXPERTS, seed=3))
-    x, image = _random(2, 6, HIDDEN, seed=4), torch.arange(12).view(2, 6) % 4 == 1
+        parameter.data.copy_(random_values(*parameter.shape, seed=20 + i, scale=0.3))
+    block.gate.e_score_correction_bias.copy_(random_values(EXPERTS, seed=2))
+    block.gate.e_score_correction_bias_vl.copy_(random_values(EXPERTS, seed=3))
+    x, image = random_values(2, 6, HIDDEN, seed=4), torch.arange(12).view(2, 6) % 4 == 1
     found = block(x, image).detach()
     shared = [getattr(block.shared_experts, n).weight.detach().numpy() for n in ("gate_proj", "down_proj", "up_proj")]
     for b in range(2):
@@ -324,11 +327,11 @@ def test_block_adds_routed_and_shared_experts_like_the_oracle():
 def test_block_sums_in_float32(monkeypatch):
     block = Dsv4SparseMoeBlock(_config(), 0)
     for i, parameter in enumerate(block.parameters()):
-        parameter.data.copy_(_random(*parameter.shape, seed=20 + i, scale=0.3))
+        parameter.data.copy_(random_values(*parameter.shape, seed=20 + i, scale=0.3))
     block = block.bfloat16()
     seen = []
     monkeypatch.setattr(moe.Dsv4Experts, "forward", lambda self, x, i, w: seen.append(w.dtype) or x.float() * 1.001)
-    x = _random(1, 3, HIDDEN, dtype=torch.bfloat16)
+    x = random_values(1, 3, HIDDEN, dtype=torch.bfloat16)
     found = block(x)
     expected = (x[0].float() * 1.001 + block.shared_experts(x[0]).float()).bfloat16()
     assert found.dtype == torch.bfloat16 and torch.equal(found[0], expected)

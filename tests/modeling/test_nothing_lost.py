@@ -20,7 +20,7 @@ from modeling_dsv4 import (
 )
 from modeling_dsv4.weight_names import OPTIONAL_PARTS
 from tests.golden_cases import CHECKPOINT_V4, CHECKPOINT_V41
-from tests.released_folders import Folder, same_bytes, stored_tensors
+from tests.released_folders import Folder, contents, same_bytes, stored_tensors
 
 # Class -> parts of the checkpoint that it leaves on disk.
 CLASSES = {
@@ -36,10 +36,6 @@ DEQUANTIZE = Dsv4QuantizationConfig(dequantize=True)
 
 def checkpoint(model_class):
     return CHECKPOINT_V4 if model_class in (Dsv4Model, Dsv4ForCausalLM) else CHECKPOINT_V41
-
-
-def contents(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("prefix", ["", "model."])

@@ -1,6 +1,5 @@
 """Tiny V4 models: the golden checkpoint, a variant of it with an MTP layer, and what a model computes on the way."""
 
-from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -26,16 +25,6 @@ def load(folder=CHECKPOINT_V4, dtype=torch.float32, *, dequantize=True, quantize
 def golden_model(dtype=torch.float32):
     """The dequantised golden checkpoint, shared by tests that put back what they change."""
     return load(dtype=dtype)
-
-
-@contextmanager
-def rounding(model, enabled):
-    """Switch the rounding of cached values for a while."""
-    before, model.config.cache_rounding = model.config.cache_rounding, enabled
-    try:
-        yield
-    finally:
-        model.config.cache_rounding = before
 
 
 def v4_folder():

@@ -7,11 +7,7 @@ the whole block; the same features feed all stages.
 import numpy as np
 
 from . import attention, experts, formats, mhc
-
-
-def rms_norm(x, weight, eps):
-    """Return weight * x / sqrt(mean(x^2) + eps) along the last axis."""
-    return weight * (x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps))
+from .text_model import rms_norm
 
 
 def features_of(streams, targets):

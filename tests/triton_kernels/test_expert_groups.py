@@ -5,13 +5,11 @@ import torch
 
 from modeling_dsv4.triton_kernels.expert_groups import group_pairs
 
-from .test_packed_rows import poisoned  # noqa: F401
-
 EXPERTS, CHOSEN = 5, 3
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [(1, 2), (2, 8), (30, 2), (30, 8)])
-def test_every_pair_is_in_one_tile_of_its_expert(tokens, rows, device, poisoned):  # noqa: F811
+def test_every_pair_is_in_one_tile_of_its_expert(tokens, rows, device, poisoned):
     """Few pairs have a tile number each, many have dense ones; the sixth expert is not in the bank."""
     generator = torch.Generator().manual_seed(tokens)
     indices = torch.stack([torch.randperm(EXPERTS + 1, generator=generator)[:CHOSEN] for _ in range(tokens)])

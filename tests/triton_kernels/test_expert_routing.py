@@ -10,14 +10,14 @@ from modeling_dsv4.kernel_seam import KernelSet
 from modeling_dsv4.moe import Dsv4TopKRouter, route_tokens
 from tests.reference import experts as oracle
 
+from .products import random
 from .test_packed_experts import make_config
-from .test_packed_rows import poisoned, random  # noqa: F401
 
 kernels = importlib.import_module("modeling_dsv4.triton_kernels.expert_routing")
 
 
 @pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 7, 3), (5, 40, 6)])
-def test_routes_equal_the_oracle(tokens, experts, k, device, poisoned):  # noqa: F811
+def test_routes_equal_the_oracle(tokens, experts, k, device, poisoned):
     x, weight = random(tokens, 50, device=device), random(experts, 50, seed=1, device=device)
     bias = random(experts, seed=2, device=device) * 0.1
     logits = x @ weight.mT
@@ -30,7 +30,7 @@ def test_routes_equal_the_oracle(tokens, experts, k, device, poisoned):  # noqa:
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-def test_ties_extremes_and_a_bias_per_token_are_those_of_the_reference(normalize, device, poisoned):  # noqa: F811
+def test_ties_extremes_and_a_bias_per_token_are_those_of_the_reference(normalize, device, poisoned):
     logits, bias = random(4, 24, device=device) * 3, random(4, 24, seed=1, device=device) * 0.1
     logits[1] = 0.5  # all equal: the lower experts
     logits[2, :3] = torch.tensor([400.0, 21.0, -400.0], device=device)

@@ -26,15 +26,7 @@ def small_tiles(monkeypatch, device):
         monkeypatch.setattr(kernels, "_BLOCK", 128)
 
 
-@pytest.fixture
-def poison():
-    """Uninitialised memory holds NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.usefixtures("small_tiles", "poison")
+@pytest.mark.usefixtures("small_tiles", "poisoned")
 @pytest.mark.parametrize(
     "case", [c for c in cases("newton_schulz") if c["coeffs"].startswith("8x")], ids=lambda c: c["id"]
 )
@@ -46,7 +38,7 @@ def test_stored_cases(case, device):
         assert relative_error(actual.cpu(), y) <= TOLERANCES["bf16_newton_schulz"]["rel_fro"]
 
 
-@pytest.mark.usefixtures("small_tiles", "poison")
+@pytest.mark.usefixtures("small_tiles", "poisoned")
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
@@ -72,7 +64,7 @@ def test_as_near_to_float64_as_the_flat_function(shape, dtype, device):
     assert relative_error(actual, exact) <= bound
 
 
-@pytest.mark.usefixtures("small_tiles", "poison")
+@pytest.mark.usefixtures("small_tiles", "poisoned")
 def test_zero_matrices_tiny_and_huge_ones_beside_each_other(device):
     one = torch.randn(20, 24, generator=torch.Generator().manual_seed(1)).to(device)
     stack = torch.stack([one, 0 * one, one * 1e-17, one * 1e30, one * 1e-32])

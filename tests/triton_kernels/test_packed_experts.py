@@ -20,7 +20,7 @@ from modeling_dsv4.kernel_seam import KernelSet
 from modeling_dsv4.moe import Dsv4Experts, Dsv4PackedExperts
 from tests.reference import experts as oracle
 
-from .test_packed_rows import dtypes, error, poisoned, random  # noqa: F401
+from .products import dtypes, error, random
 
 kernels = importlib.import_module("modeling_dsv4.triton_kernels.packed_experts")
 
@@ -84,7 +84,7 @@ BANKS = [("fp4", (32, 32)), ("fp8", (32, 32)), ("fp8", (128, 128))]
     ("expert_dtype", "block", "tokens", "rounds"),
     [(*bank, tokens, True) for bank in BANKS for tokens in (1, 3)] + [(*BANKS[0], 1, False), (*BANKS[0], 3, False)],
 )
-def test_experts_equal_the_oracle(expert_dtype, block, tokens, rounds, device, poisoned):  # noqa: F811
+def test_experts_equal_the_oracle(expert_dtype, block, tokens, rounds, device, poisoned):
     """Some experts have no token, some of the indices lie beyond the bank; no size is a multiple of a tile."""
     bank, matrices = make_bank(expert_dtype, block)
     bank.move_to(device)
@@ -103,7 +103,7 @@ def test_experts_equal_the_oracle(expert_dtype, block, tokens, rounds, device, p
         assert error(out.cpu(), expected) < bound < 5e-2
 
 
-def test_tiles_of_one_expert_and_of_many(device, poisoned, monkeypatch):  # noqa: F811
+def test_tiles_of_one_expert_and_of_many(device, poisoned, monkeypatch):
     bank, matrices = make_bank()
     bank.move_to(device)
     tokens = 14
@@ -116,7 +116,7 @@ def test_tiles_of_one_expert_and_of_many(device, poisoned, monkeypatch):  # noqa
 
 
 @pytest.mark.parametrize(("expert_dtype", "block", "tokens"), [(*BANKS[0], 1), *((*bank, 2) for bank in BANKS)])
-def test_gradients_equal_those_of_the_bank_on_the_host(expert_dtype, block, tokens, device, poisoned):  # noqa: F811
+def test_gradients_equal_those_of_the_bank_on_the_host(expert_dtype, block, tokens, device, poisoned):
     bank, _ = make_bank(expert_dtype, block)
     indices, weights = make_routing(tokens, device, routed=EXPERTS + 1)
     x = random(tokens, HIDDEN, seed=7, device=device)

@@ -9,7 +9,7 @@ from modeling_dsv4.fp_codecs import decode_e8m0, dequantize_fp8_tiles, quantize_
 from modeling_dsv4.kernel_seam import KernelSet
 from modeling_dsv4.layers import Dsv4GroupedLinear, Dsv4Linear, Dsv4MLP, clamped_swiglu
 
-from .test_packed_rows import bound, dtypes, error, poisoned, random  # noqa: F401
+from .products import bound, dtypes, error, random
 
 kernels = importlib.import_module("modeling_dsv4.triton_kernels.packed_linear")
 
@@ -32,7 +32,7 @@ def packed_matrix(rows, columns, device, block=(32, 32), seed=1):
         (20, (40, 96), (32, 32), True),  # unpacked as a whole
     ],
 )
-def test_products_and_gradients(rows, shape, block, rounds, device, poisoned, monkeypatch):  # noqa: F811
+def test_products_and_gradients(rows, shape, block, rounds, device, poisoned, monkeypatch):
     monkeypatch.setattr(kernels, "MANY_ROWS", 20)
     weight, scale, exact = packed_matrix(*shape, device, block)
     for dtype in dtypes(device):
@@ -55,7 +55,7 @@ def test_products_and_gradients(rows, shape, block, rounds, device, poisoned, mo
         (3, (64, 16, 128, 1, 2, 4, 1)),  # two rows of tiles
     ],
 )
-def test_every_shape_of_tile(rows, tile, device, poisoned):  # noqa: F811
+def test_every_shape_of_tile(rows, tile, device, poisoned):
     weight, scale, exact = packed_matrix(100, 512, device)
     for dtype in dtypes(device):
         x = random(rows, 1, 512, seed=2, spread=1, device=device, dtype=dtype)
@@ -64,7 +64,7 @@ def test_every_shape_of_tile(rows, tile, device, poisoned):  # noqa: F811
 
 
 @pytest.mark.parametrize("rows", [1, 5, 20])
-def test_grouped_products_and_gradients(rows, device, poisoned, monkeypatch):  # noqa: F811
+def test_grouped_products_and_gradients(rows, device, poisoned, monkeypatch):
     monkeypatch.setattr(kernels, "MANY_ROWS", 20)
     weight, scale, exact = packed_matrix(3 * 48, 100, device)
     exact = exact.unflatten(0, (3, -1))
@@ -89,7 +89,7 @@ def test_leading_axes_empty_inputs_and_strides(device):
 
 
 @pytest.mark.parametrize(("rows", "rounds"), [(1, True), (1, False), (3, True), (20, True)])
-def test_two_products_and_their_swiglu(rows, rounds, device, poisoned, monkeypatch):  # noqa: F811
+def test_two_products_and_their_swiglu(rows, rounds, device, poisoned, monkeypatch):
     monkeypatch.setattr(kernels, "MANY_ROWS", 20)
     (gate, gate_scale, g), (up, up_scale, u) = (packed_matrix(70, 1024, device, seed=seed) for seed in (1, 2))
     for dtype in dtypes(device):

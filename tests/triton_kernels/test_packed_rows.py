@@ -9,35 +9,7 @@ from modeling_dsv4.fp_codecs import dequantize_fp4_rows, dequantize_fp8_tiles, r
 from modeling_dsv4.triton_kernels.number_formats import FP4_SHORTFALL, e2m1_operands, operand_dtype, operand_scale
 from modeling_dsv4.triton_kernels.packed_rows import round_fp8_rows, unpack_fp8_tiles
 
-
-def random(*shape, seed=0, device="cpu", dtype=torch.float32, spread=0.0):
-    """Normal numbers; `spread` > 0 gives each of them a size of its own."""
-    generator = torch.Generator().manual_seed(seed)
-    sizes = torch.exp(torch.randn(shape, generator=generator) * spread)
-    return (torch.randn(shape, generator=generator) * sizes).to(device, dtype)
-
-
-@pytest.fixture
-def poisoned(monkeypatch):
-    """What is left unwritten is NaN."""
-    empty = torch.empty
-    fill = lambda t: t.fill_(float("nan")) if t.is_floating_point() else t  # noqa: E731
-    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: fill(empty(*args, **kwargs)))
-    monkeypatch.setattr(torch, "empty_like", lambda t, **kwargs: torch.empty(t.shape, dtype=t.dtype, device=t.device))
-
-
-def dtypes(device):
-    return (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,)
-
-
-def error(found, expected):
-    found, expected = found.detach().double(), expected.detach().double()
-    return float((found - expected).norm() / expected.norm())
-
-
-def bound(dtype):
-    """Sums in another order, then one rounding to `dtype`."""
-    return 1e-6 if dtype == torch.float32 else 3e-3
+from .products import dtypes, random
 
 
 def equal_bits(a, b):

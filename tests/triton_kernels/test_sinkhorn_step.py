@@ -22,15 +22,7 @@ STORED = [
 STORED += [c for c in cases("sinkhorn") if c["id"] == "sink/skew/K1"]
 
 
-@pytest.fixture
-def poison():
-    """Uninitialised memory holds NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.usefixtures("poison")
+@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(
     ("dtype", "keep", "bound"),
     [
@@ -78,7 +70,7 @@ def reference_step(weight, grad, momentum, *, beta, nesterov, scale, decay=0.0, 
     write_update(weight, sinkhorn_balance(update, **rule), scale=scale, decay=decay, master=master)
 
 
-@pytest.mark.usefixtures("poison")
+@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize(("rows", "columns"), [(37, 5), (41, 33), (1, 1)])

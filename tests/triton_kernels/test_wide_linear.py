@@ -8,7 +8,7 @@ import torch
 from modeling_dsv4.kernel_seam import KernelSet
 from modeling_dsv4.layers import Dsv4Head
 
-from .test_packed_rows import error, poisoned, random  # noqa: F401
+from .products import error, random
 
 kernels = importlib.import_module("modeling_dsv4.triton_kernels.wide_linear")
 
@@ -25,7 +25,7 @@ kernels = importlib.import_module("modeling_dsv4.triton_kernels.wide_linear")
         (65, (20, 100)),
     ],
 )
-def test_products_are_exact_and_summed_in_float32(rows, shape, device, poisoned):  # noqa: F811
+def test_products_are_exact_and_summed_in_float32(rows, shape, device, poisoned):
     x, weight = random(rows, shape[1], device=device), random(*shape, seed=1, device=device)
     x, weight = x.bfloat16(), weight.bfloat16()
     out = kernels.wide_linear(x[None], weight)
