@@ -7,7 +7,7 @@ from modeling_dsv4.kernel_seam import KernelSet
 from modeling_dsv4.layers import Dsv4RMSNorm
 from modeling_dsv4.triton_kernels import rms_norm
 
-from .test_packed_rows import random
+from .products import random
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
