@@ -1,5 +1,6 @@
 """Kernels run on the GPU if there is one, else under Triton's interpreter (which `tests/conftest.py` chooses)."""
 
+import functools
 import importlib.util
 
 import pytest
@@ -99,6 +100,26 @@ def repository(tmp_path_factory):
     from convert.kernel_repository import write_kernels
 
     return write_kernels(tmp_path_factory.mktemp("kernels") / "repository")
+
+
+@pytest.fixture
+def watched(repository, monkeypatch):
+    """From the name of a kernel: the repository's kernels, and the keywords of every call of that one."""
+    from modeling_dsv4.kernel_seam import KernelSet
+
+    def watch(name):
+        kernels, calls = KernelSet(str(repository)), []
+        kernel = getattr(kernels.load(), name)
+
+        @functools.wraps(kernel)
+        def counted(*args, **options):
+            calls.append(options)
+            return kernel(*args, **options)
+
+        monkeypatch.setattr(kernels.load(), name, counted)
+        return kernels, calls
+
+    return watch
 
 
 @pytest.fixture

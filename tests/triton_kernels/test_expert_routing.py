@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from modeling_dsv4.kernel_seam import KernelSet
 from modeling_dsv4.moe import Dsv4TopKRouter, route_tokens
 from tests.reference import experts as oracle
 
@@ -44,7 +43,7 @@ def test_ties_extremes_and_a_bias_per_token_are_those_of_the_reference(normalize
     assert torch.equal(one[1], route_tokens(logits.double(), bias[0], **settings)[1])
 
 
-def test_the_router_uses_the_kernels(device, repository, monkeypatch):
+def test_the_router_uses_the_kernels(device, watched):
     router = Dsv4TopKRouter(make_config(), 0).to(device)
     router.weight.data.copy_(random(*router.weight.shape))
     router.e_score_correction_bias_vl.copy_(random(len(router.weight), seed=1))
@@ -54,11 +53,7 @@ def test_the_router_uses_the_kernels(device, repository, monkeypatch):
     )
     expected = router.double()(x.double(), image)
     router.float()
-    kernel_set, calls = KernelSet(str(repository)), []
-    real = kernel_set.load().route_tokens
-    counted = lambda *args, **kwargs: calls.append(kwargs) or real(*args, **kwargs)  # noqa: E731
-    monkeypatch.setattr(kernel_set.load(), "route_tokens", counted)
-    router.kernels = kernel_set
+    router.kernels, calls = watched("route_tokens")
     router(x, image)
     assert not calls  # a gradient is wanted
     with torch.no_grad():

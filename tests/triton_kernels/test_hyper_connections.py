@@ -161,7 +161,7 @@ def test_frozen_parameters_get_no_gradient(device):
 
 @pytest.mark.parametrize(("count", "calls"), [(4, 1), (3, 0)])
 @pytest.mark.parametrize("single_pass", [True, False])
-def test_a_module_uses_the_kernel_where_it_can(count, calls, single_pass, repository, device, monkeypatch):
+def test_a_module_uses_the_kernel_where_it_can(count, calls, single_pass, device, watched):
     inputs = _inputs(3, 40, count, True, True, True, device, torch.float32)
     config = SimpleNamespace(
         hc_mult=count, hidden_size=40, hc_sinkhorn_iters=4, hc_eps=1e-6, rms_norm_eps=1e-6, single_pass_hc=single_pass
@@ -172,13 +172,9 @@ def test_a_module_uses_the_kernel_where_it_can(count, calls, single_pass, reposi
             parameter.copy_(inputs[name])
         norm.weight.copy_(inputs["norm"])
     pending = Expansion(*(inputs[name] for name in ("output", "post", "comb")))
-    site.kernels, seen = None, []
+    site.kernels = None
     reference = site(inputs["streams"], pending, inputs["pre"], partial(norm))
-    site.kernels = KernelSet(str(repository))
-    kernel = site.kernels.load().hyper_connection_site
-    counted = lambda *args, **options: seen.append(1) or kernel(*args, **options)  # noqa: E731
-    counted.has_backward = True
-    monkeypatch.setattr(site.kernels.load(), "hyper_connection_site", counted)
+    site.kernels, seen = watched("hyper_connection_site")
     for value, expected in zip(site(inputs["streams"], pending, inputs["pre"], partial(norm)), reference, strict=True):
         torch.testing.assert_close(value, expected, atol=4e-6, rtol=4e-6)
     assert len(seen) == calls

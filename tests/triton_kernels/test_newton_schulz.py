@@ -5,8 +5,6 @@ import importlib
 import pytest
 import torch
 
-from modeling_dsv4 import triton_kernels
-from modeling_dsv4.kernel_seam import KernelSet
 from modeling_dsv4.training import Dsv4Optimizer
 from modeling_dsv4.training.muon_step import MuonStep
 from modeling_dsv4.training.newton_schulz import HYBRID_COEFFICIENTS
@@ -76,16 +74,9 @@ def test_zero_matrices_tiny_and_huge_ones_beside_each_other(device):
     assert relative_error(actual[4], exact) < 2e-2 and exact.norm() < 1e-6
 
 
-@pytest.mark.usefixtures("small_tiles")
-def test_the_optimizer_uses_it_for_bfloat16_products(device, monkeypatch):
+def test_the_optimizer_uses_it_for_bfloat16_products(device, watched, monkeypatch):
     """Head-wise weights move as without kernels, and float32 products never come here."""
-    calls, moved = [], {}
-    found = KernelSet("installed")
-    monkeypatch.setattr(found, "_module", triton_kernels)
-    original = triton_kernels.newton_schulz
-    monkeypatch.setattr(
-        triton_kernels, "newton_schulz", lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs)
-    )
+    (found, calls), moved = watched("newton_schulz"), {}
     for kernel, ns_dtype in ((found, "bfloat16"), (found, "float32"), (None, "bfloat16")):
         monkeypatch.setattr(MuonStep, "kernels", kernel)
         generator = torch.Generator().manual_seed(0)

@@ -16,7 +16,6 @@ from modeling_dsv4.fp_codecs import (
     quantize_fp8_tiles,
     round_fp8,
 )
-from modeling_dsv4.kernel_seam import KernelSet
 from modeling_dsv4.moe import Dsv4Experts, Dsv4PackedExperts
 from tests.reference import experts as oracle
 
@@ -161,17 +160,12 @@ def test_a_moved_bank_is_the_same_bank(expert_dtype, scale_dtype, device):
         bank.assign("0.gate_proj.weight", torch.zeros(2, 2))
 
 
-def test_the_bank_uses_the_kernel(device, repository, monkeypatch):
+def test_the_bank_uses_the_kernel(device, watched):
     bank, _ = make_bank()
     indices, weights = make_routing(1, device)
     x = random(1, HIDDEN, device=device)
     expected = bank(x.double(), indices, weights.double())
-    kernel_set, calls = KernelSet(str(repository)), []
-    real = kernel_set.load().packed_experts
-    monkeypatch.setattr(
-        kernel_set.load(), "packed_experts", lambda *args, **kwargs: calls.append(kwargs) or real(*args, **kwargs)
-    )
-    bank.kernels = kernel_set
+    bank.kernels, calls = watched("packed_experts")
     bank(x, indices, weights)
     bank.move_to(device)
     bank(x, indices, weights, adapt=lambda expert, products: products)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from modeling_dsv4.fp_codecs import decode_e8m0, dequantize_fp8_tiles, quantize_fp8_tiles, round_fp8
-from modeling_dsv4.kernel_seam import KernelSet
 from modeling_dsv4.layers import Dsv4GroupedLinear, Dsv4Linear, Dsv4MLP, clamped_swiglu
 
 from .products import bound, dtypes, error, random
@@ -105,7 +104,7 @@ def test_two_products_and_their_swiglu(rows, rounds, device, poisoned, monkeypat
 
 
 @pytest.mark.parametrize("rounds", [False, True])
-def test_modules_use_the_kernel(rounds, device, repository, monkeypatch):
+def test_modules_use_the_kernel(rounds, device, watched, monkeypatch):
     linear, grouped = Dsv4Linear(64, 96), Dsv4GroupedLinear(64, 96, 2)
     for module in (linear, grouped):
         module.pack((32, 32), torch.float8_e8m0fnu)
@@ -116,11 +115,7 @@ def test_modules_use_the_kernel(rounds, device, repository, monkeypatch):
     linear.quantize_activations = rounds
     x, y = random(1, 3, 64, device=device), random(1, 3, 2, 64, device=device)
     expected = [module.double()(t.double()) for module, t in ((linear, x), (grouped, y))]
-    kernel_set = KernelSet(str(repository))
-    calls, real = [], kernel_set.load().packed_linear
-    counted = lambda *args, **kwargs: calls.append(kwargs) or real(*args, **kwargs)  # noqa: E731
-    counted.has_backward = True
-    monkeypatch.setattr(kernel_set.load(), "packed_linear", counted)
+    kernel_set, calls = watched("packed_linear")
     for module, t, result in ((linear, x, expected[0]), (grouped, y, expected[1])):
         monkeypatch.setattr(module, "kernels", kernel_set)
         assert error(module(t), result) < 1e-6

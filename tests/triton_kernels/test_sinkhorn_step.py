@@ -5,8 +5,6 @@ import importlib
 import pytest
 import torch
 
-from modeling_dsv4 import triton_kernels
-from modeling_dsv4.kernel_seam import KernelSet
 from modeling_dsv4.training import Dsv4Optimizer
 from modeling_dsv4.training.muon_step import advance_momentum, nesterov_update
 from modeling_dsv4.training.sinkhorn_step import SinkhornStep
@@ -114,13 +112,8 @@ def test_stochastic_rounding_is_unbiased_and_follows_its_seed(device):
 
 
 @pytest.mark.parametrize("master", [None, "auto", "stochastic"])
-def test_the_optimizer_uses_it_for_whole_matrices(master, device, monkeypatch):
-    found, moved = KernelSet("installed"), {}
-    monkeypatch.setattr(found, "_module", triton_kernels)
-    original, calls = triton_kernels.sinkhorn_step, []
-    monkeypatch.setattr(
-        triton_kernels, "sinkhorn_step", lambda *args, **kwargs: calls.append(kwargs) or original(*args, **kwargs)
-    )
+def test_the_optimizer_uses_it_for_whole_matrices(master, device, watched, monkeypatch):
+    (found, calls), moved = watched("sinkhorn_step"), {}
     generator = torch.Generator().manual_seed(0)
     start, grad = (torch.randn(60, 12, generator=generator).to(device, torch.bfloat16) for _ in range(2))
     for kernel in (found, None):

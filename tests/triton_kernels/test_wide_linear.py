@@ -5,7 +5,6 @@ import importlib
 import pytest
 import torch
 
-from modeling_dsv4.kernel_seam import KernelSet
 from modeling_dsv4.layers import Dsv4Head
 
 from .products import error, random
@@ -46,17 +45,9 @@ def test_gradients_are_those_of_wide_products(rows, device):
         assert found.dtype == torch.bfloat16 and error(found, expected) < 3e-3  # rounded once
 
 
-def test_the_head_uses_the_kernel_for_bfloat16_alone(device, repository, monkeypatch):
+def test_the_head_uses_the_kernel_for_bfloat16_alone(device, watched):
     head = Dsv4Head(32, 50).to(device, torch.bfloat16)
-    kernel_set, calls = KernelSet(str(repository)), []
-    real = kernel_set.load().wide_linear
-
-    def counted(*args):
-        calls.append(args)
-        return real(*args)
-
-    counted.has_backward = real.has_backward
-    monkeypatch.setattr(kernel_set.load(), "wide_linear", counted)
+    kernel_set, calls = watched("wide_linear")
     x = random(2, 3, 32, device=device, dtype=torch.bfloat16)
     expected = head.requires_grad_(False)(x)
     head.kernels = kernel_set
