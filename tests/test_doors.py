@@ -41,7 +41,6 @@ FOLDER = golden.CHECKPOINT_V41  # in the released layout, packed
 GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
 # Without it: inputs of packed layers are rounded to FP8 as the release does.
 EXACT_INPUTS = modeling_dsv4.Dsv4QuantizationConfig(quantize_activations=False)
-FLOATS = modeling_dsv4.Dsv4QuantizationConfig(dequantize=True)
 
 
 def load(door, **options):

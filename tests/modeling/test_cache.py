@@ -32,10 +32,6 @@ def max_length(request):
     return request.param
 
 
-def _ids(count, seed=0):
-    return torch.randint(3, 128, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
 class Rows:
     """What a cache stands for: the tokens of every row, and which columns are real."""
 

@@ -166,7 +166,8 @@ def test_errors(image_processor, images, options, match):
 
 def test_requests_are_limited_each(image_processor):
     pixel = Image.new("RGB", (14, 14))
-    image_processor([[pixel] * 2, [pixel] * 2], max_images=2, do_resize=False)
+    found = image_processor([[pixel] * 2, [pixel] * 2], max_images=2, do_resize=False)
+    assert len(found["image_grid_hw"]) == 4
 
 
 def test_released_folder(tmp_path):

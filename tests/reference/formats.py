@@ -7,8 +7,6 @@ last axis.
 
 import numpy as np
 
-NAN_E8M0 = 255
-
 
 def _e4m3_magnitude(code):
     exponent, mantissa = code >> 3, code & 7

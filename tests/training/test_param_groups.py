@@ -245,7 +245,9 @@ def test_a_renamed_part_is_refused_instead_of_losing_its_rule(old, new, label):
 def test_parts_that_the_config_does_not_promise_may_be_absent():
     config, tensors = tiny_v41(engram_layer_ids=[], index_source_layer_ids=[])
     kept = {n: v for n, v in tensors.items() if ".engram." not in n and ".indexer." not in n and "vision" not in n}
-    build_param_groups(build_tree(kept, config), report=False)
+    model = build_tree(kept, config)
+    routed = [parameter for group in build_param_groups(model, report=False) for parameter in group["params"]]
+    assert {id(parameter) for parameter in routed} == {id(parameter) for parameter in model.parameters()}
 
 
 def test_splits_that_contradict_the_config_are_refused():
