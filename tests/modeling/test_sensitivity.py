@@ -5,6 +5,9 @@ which case caught which mistake. Two of the list belong to the vision projector 
 One, a uniform first pre, changes nothing unless layer 0 has Engram: the streams are equal there. The test says so.
 """
 
+import copy
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
@@ -37,7 +40,7 @@ OUT_OF_SCOPE = {
 
 @pytest.fixture
 def model():
-    return released.load_model()
+    return copy.deepcopy(released.float_model())
 
 
 # ---- the mistakes ------------------------------------------------------------------------------------------------------
@@ -302,21 +305,22 @@ def test_a_uniform_first_pre_is_equivalent(mistake, model, monkeypatch):
 # ---- image positions, against the oracle: no vision tower needed -----------------------------------------------------------
 
 
-def _image_row(model):
+@cache
+def _image_row(image_token_id):
     """A row with two image spans, and what the oracle makes of it; embeddings are those of the image token.
 
     Without cache rounding: at a rounding tie float32 and the float64 oracle may store different codes.
     """
     case = golden.load_case("text_17")
     ids = case["input_ids"].copy()
-    ids[0, 3:7] = ids[0, 12:14] = model.config.image_token_id
+    ids[0, 3:7] = ids[0, 12:14] = image_token_id
     config = text_model.load_config(golden.CHECKPOINT_V41)["text_config"]
     token_map = oracle_engram.build_token_map(golden.CHECKPOINT_V41 / "tokenizer.json")
     expected = text_model.forward(
         released.oracle_weights(),
         config,
         ids,
-        image_mask=ids == model.config.image_token_id,
+        image_mask=ids == image_token_id,
         token_map=token_map,
         rounding=False,
     )
@@ -327,7 +331,7 @@ def _image_row(model):
     "mistake", [None, "bias_vl_ignored", "engram_hash_ignores_image_mask", "engram_gate_open_on_image_tokens"]
 )
 def test_image_positions_against_the_oracle(mistake, model, monkeypatch):
-    case, expected = _image_row(model)
+    case, expected = _image_row(model.config.image_token_id)
     monkeypatch.setattr(model.config.text_config, "cache_rounding", False)
     if mistake is not None:
         MISTAKES[mistake](model, monkeypatch)
