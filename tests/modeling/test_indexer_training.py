@@ -10,9 +10,15 @@ from tests.modeling import v4_models as v4
 
 WEIGHT = 0.7
 MODELS = {
-    "v41": cache(lambda: v41.new_model(torch.float64, indexer_loss_weight=WEIGHT)),
+    "v41": cache(lambda: v41.new_model(torch.float64, hc_sinkhorn_iters=20, indexer_loss_weight=WEIGHT)),
     "v41-dense": cache(
-        lambda: v41.new_model(torch.float64, indexer_loss_weight=WEIGHT, index_topk=None, candidate_source_layer_id=-1)
+        lambda: v41.new_model(
+            torch.float64,
+            hc_sinkhorn_iters=20,
+            indexer_loss_weight=WEIGHT,
+            index_topk=None,
+            candidate_source_layer_id=-1,
+        )
     ),
     "v4": cache(lambda: v4.random_model(**(v4.SMALL | {"indexer_loss_weight": WEIGHT, "index_topk": 4}))),
 }

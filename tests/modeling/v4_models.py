@@ -131,7 +131,7 @@ def tiny_config(**changes):
 # Small sizes of the fault-kind tests: both compressions, a selection far smaller than what is visible, hash routing.
 SMALL = {
     "vocab_size": 128, "num_hidden_layers": 6, "compress_ratios": [0, 4, 16, 4, 16, 4], "num_hash_layers": 2, "index_topk": 2,
-    "n_routed_experts": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "hc_sinkhorn_iters": 3,
+    "n_routed_experts": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     "rope_scaling": {
         "rope_type": "yarn", "factor": 4, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 64,
     },
