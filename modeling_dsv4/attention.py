@@ -140,7 +140,12 @@ class Dsv4Compressor(nn.Module):
             keep_extra (`int`, *optional*): see `TokenRing.append`.
         """
         first, counts = layout.past // self.ratio, layout.lengths // self.ratio
-        total = None if layout.is_static else int(counts.max())
+        if layout.is_static:
+            total, width = None, 1
+        elif layout.is_whole:
+            total = width = layout.columns // self.ratio
+        else:
+            total, width = torch.stack([counts.max(), (counts - first).max()]).tolist()
         if self.ratio == 1:
             return NewEntries(self.kv_norm(self.kv_proj(x)), first, counts, total)
         # Keys and gates are float32 from here to the pooled latent.
@@ -149,7 +154,6 @@ class Dsv4Compressor(nn.Module):
         if ring is not None:
             projected = ring.append(projected, layout, keep_extra=keep_extra)
         held = projected.shape[1] - layout.columns
-        width = 1 if layout.is_static else int((counts - first).max())
         groups = self._groups(projected, layout, first, width, held)
         latents = self._pool(groups, first).to(x.dtype)
         return NewEntries(self.kv_norm(latents), first, counts, total)

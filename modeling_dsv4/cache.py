@@ -202,7 +202,7 @@ class Dsv4Cache(Cache):
             past = torch.zeros(batch, dtype=torch.long, device=device)
         else:
             past = self.lengths.to(device, copy=True)  # which are counted in place
-        layout = SequenceLayout.from_mask(valid, past, columns)
+        layout = SequenceLayout.from_mask(valid, past, columns, begins=self.lengths is None)
         is_static = self.max_length is not None and self.lengths is not None and columns == 1 and valid is None
         return replace(layout, is_static=True) if is_static else layout
 

@@ -290,7 +290,7 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
         valid = read_attention_mask(attention_mask, batch, columns, seen, seen_mask, more_may_follow=cache is not None)
         if cache is None:
             past = torch.zeros(batch, dtype=torch.long, device=embeds.device)
-            layout = SequenceLayout.from_mask(valid, past, columns)
+            layout = SequenceLayout.from_mask(valid, past, columns, begins=True)
         else:
             layout = cache.layout(valid, batch, columns, embeds.device)
         if follows_layout(position_ids, layout):
@@ -314,14 +314,14 @@ class Dsv4LanguageModel(Dsv4PreTrainedModel):
         }
         tables = {name: rotary_table(layout.position_ids, speed) for name, speed in frequencies.items()}
         ids = None if input_ids is None else layout.shift(input_ids)
-        image_mask = None
+        image_mask, asks_nothing = None, layout.is_static or torch.compiler.is_exporting()
         image_token_id = getattr(self.config, "image_token_id", None)
         if ids is not None and image_token_id is not None and text.has_image_bias:
             image_mask = ids == image_token_id
-            image_mask = image_mask if layout.is_static or bool(image_mask.any()) else None
+            image_mask = image_mask if asks_nothing or bool(image_mask.any()) else None
         rows = {}
         if text.engram_layer_ids:
-            compressed = self.ngram_hash.compress(ids, image_mask, check=not layout.is_static)
+            compressed = self.ngram_hash.compress(ids, image_mask, check=not asks_nothing)
             if cache is not None:
                 extra = cache.keep_extra(layout.columns)
                 compressed = cache.ngram_ids.append(compressed, layout, keep_extra=extra)

@@ -167,17 +167,27 @@ class _RoutedExperts:
         """
         out = torch.zeros_like(wide(x))
         rounded, products_of = self._rounded(x), self.expert_products(x.device)
-        here = indices[indices < self.num_experts].unique().tolist()
-        for expert in self.experts_in_turn(here, x.device, x.dtype):
-            tokens, slots = torch.where(indices == expert)
+        for expert, tokens, share in self._tokens_of_experts(x, indices, weights):
             gate_and_up, down = products_of(expert) if adapt is None else adapt(expert, products_of(expert))
             missing = max(0, min(MIN_EXPERT_ROWS, len(x)) - len(tokens))
             gate, up = gate_and_up(F.pad(rounded[tokens], (0, 0, 0, missing))).chunk(2, dim=-1)
             # The routing weight enters before the down projection's input is rounded (contract section 7).
-            hidden = clamped_swiglu(gate, up, self.limit) * F.pad(weights[tokens, slots, None], (0, 0, 0, missing))
+            hidden = clamped_swiglu(gate, up, self.limit) * F.pad(share, (0, 0, 0, missing))
             result = down(self._rounded(hidden.to(x.dtype)))
             out.index_add_(0, tokens, wide(result[: len(tokens)]))
         return out
+
+    def _tokens_of_experts(self, x, indices, weights) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Yield each expert that runs, its tokens `[M]` and their routing weights `[M, 1]`."""
+        if torch.compiler.is_exporting():  # no shape may depend on what is chosen: every expert runs all tokens
+            everyone = torch.arange(len(x), device=x.device)
+            for expert in range(self.num_experts):
+                yield expert, everyone, weights.masked_fill(indices != expert, 0).sum(-1, keepdim=True)
+            return
+        here = indices[indices < self.num_experts].unique().tolist()
+        for expert in self.experts_in_turn(here, x.device, x.dtype):
+            tokens, slots = torch.where(indices == expert)
+            yield expert, tokens, weights[tokens, slots, None]
 
     def _rounded(self, x: torch.Tensor) -> torch.Tensor:
         return round_fp8(x, block=self.activation_block) if self.quantize_activations else x

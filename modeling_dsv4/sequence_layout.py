@@ -27,6 +27,7 @@ class SequenceLayout:
         is_ragged (`bool`): whether rows differ in `new`.
         floor (`torch.Tensor` of shape `[B]`, int64, or `None`): position before which a window holds nothing; `None` = 0.
         is_static (`bool`): whether no shape may depend on values: a step of decoding in a cache of fixed capacity.
+        is_whole (`bool`): whether the host knows that no row has a past or padding, so that shapes follow from `columns`.
     """
 
     past: torch.Tensor
@@ -37,18 +38,22 @@ class SequenceLayout:
     is_ragged: bool = False
     floor: torch.Tensor | None = None
     is_static: bool = False
+    is_whole: bool = False
 
     @classmethod
-    def from_mask(cls, valid: torch.Tensor | None, past: torch.Tensor, columns: int) -> SequenceLayout:
+    def from_mask(
+        cls, valid: torch.Tensor | None, past: torch.Tensor, columns: int, *, begins: bool = False
+    ) -> SequenceLayout:
         r"""Make the layout of a call.
 
         Args:
             valid (`torch.Tensor` of shape `[B, S]`, bool, or `None`): real tokens; `None` when all are.
             past (`torch.Tensor` of shape `[B]`, int64): real tokens of each row before this call.
             columns (`int`): columns of the call.
+            begins (`bool`, *optional*, defaults to `False`): whether `past` is known to be 0.
         """
         if valid is None:
-            return cls(past, torch.full_like(past, columns), columns)
+            return cls(past, torch.full_like(past, columns), columns, is_whole=begins)
         new = valid.sum(-1)
         order = torch.argsort(~valid, dim=-1, stable=True)
         is_ragged = bool((new != columns).any())
@@ -128,7 +133,16 @@ class SequenceLayout:
         past = self.past + skipped
         before = torch.zeros_like(past) if self.floor is None else self.floor
         floor = torch.where(skipped > 0, past, before)  # the windows of a row that skips begin with its first token
-        return replace(self, past=past, new=self.new - skipped, columns=count, order=None, inverse=None, floor=floor)
+        return replace(
+            self,
+            past=past,
+            new=self.new - skipped,
+            columns=count,
+            order=None,
+            inverse=None,
+            floor=floor,
+            is_whole=False,
+        )
 
     def take_tail(self, x: torch.Tensor, tail: SequenceLayout) -> torch.Tensor:
         """Of `[B, S, ...]` in these columns, those of `tail`."""

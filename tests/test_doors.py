@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
@@ -363,17 +362,12 @@ def test_compiled_decode_step(part):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=GuardOnDataDependentSymNode,
-    reason="which experts run, and how many groups close, are Python numbers read from tensors",
-)
 @torch.no_grad()
 def test_torch_export():
-    """torch.export: refused; which experts run and how many groups close are Python numbers read from tensors."""
-    model, ids = new_model(**ONE_LAYER), some_ids(1, 12)
-    program = torch.export.export(model, (ids,), {"use_cache": False})
-    assert torch.equal(program.module()(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+    """torch.export: a forward without cache and padding; the program gives the same logits for other tokens."""
+    model, ids = new_model(**ONE_LAYER), some_ids(2, 12)
+    program = torch.export.export(model, (ids[:1],), {"use_cache": False})
+    assert torch.equal(program.module()(ids[1:], use_cache=False).logits, model(ids[1:], use_cache=False).logits)
 
 
 def test_push_to_hub(hub, text_model, tmp_path):  # noqa: F811
@@ -401,13 +395,12 @@ def test_safetensors_only(text_model, tmp_path):
 
 def doors():
     """The table of README.md: a row for every test here but the last."""
-    yield "| door | works | what is tried | test |"
-    yield "|---|---|---|---|"
+    yield "| door | what is tried | test |"
+    yield "|---|---|---|"
     for name, test in vars(sys.modules[__name__]).items():
         if name.startswith("test_") and name != "test_the_table_of_the_readme":
             door, tried = re.fullmatch(r"(.+?): (.+)\.", test.__doc__).groups()
-            works = "no" if any(mark.name == "xfail" for mark in getattr(test, "pytestmark", [])) else "yes"
-            yield f"| {door} | {works} | {tried} | `{name}` |"
+            yield f"| {door} | {tried} | `{name}` |"
 
 
 def test_the_table_of_the_readme():

@@ -76,6 +76,14 @@ def test_right_padding_moves_nothing_and_no_mask_means_all_real():
     assert not layout.is_ragged and layout.new.tolist() == [4, 4] and layout.order is None
 
 
+def test_only_rows_without_past_or_padding_are_known_to_be_whole():
+    none = torch.zeros(2, dtype=torch.long)
+    whole = SequenceLayout.from_mask(None, none, 6, begins=True)
+    assert whole.is_whole and whole.tail(6).is_whole and not whole.tail(3).is_whole
+    assert not SequenceLayout.from_mask(None, none + 4, 6).is_whole
+    assert not SequenceLayout.from_mask(MIXED[:2], none, 6, begins=True).is_whole
+
+
 def test_positions_and_lengths_continue_the_past():
     layout = _layout(torch.tensor([[0, 1, 1], [1, 1, 1]]).bool(), past=[7, 2])
     assert layout.position_ids.tolist() == [[7, 8, 9], [2, 3, 4]]
