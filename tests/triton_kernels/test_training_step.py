@@ -22,6 +22,7 @@ pytestmark = [
 ]
 
 TOKENS = 2048
+BFLOAT16 = {"ns_dtype": "bfloat16"}  # of expert banks, too, which are float32's by default
 ATTENTION = ["q_a_proj", "q_b_proj", "kv_proj", "o_a_proj", "o_b_proj"]
 
 
@@ -39,7 +40,9 @@ def full_model():
 
 def step_of(model, repeats, warmup):
     """Median milliseconds of forward, backward and update, and the peak memory in GiB."""
-    optimizer = Dsv4Optimizer(build_param_groups(model, lr=1e-4, report=False))
+    optimizer, narrow = (
+        Dsv4Optimizer(build_param_groups(model, lr=1e-4, report=False, muon=muon)) for muon in ({}, BFLOAT16)
+    )
     ids = torch.randint(0, 1000, (1, TOKENS), device="cuda")
     torch.cuda.reset_peak_memory_stats()
 
@@ -54,7 +57,8 @@ def step_of(model, repeats, warmup):
     times = {name: milliseconds(part, repeats, warmup) for name, part in parts.items()}
     changed = sum(p.grad is not None and bool(p.grad.any()) for p in model.parameters())
     assert changed > 0 and all(p.grad is None or bool(p.grad.isfinite().all()) for p in model.parameters())
-    return times | {"GiB": torch.cuda.max_memory_allocated() / 2**30}
+    times["GiB"] = torch.cuda.max_memory_allocated() / 2**30
+    return times | {"update in bfloat16": milliseconds(narrow.step, repeats, warmup)}
 
 
 @pytest.mark.parametrize("make", [lora_model, full_model])
