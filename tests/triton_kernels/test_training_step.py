@@ -72,7 +72,7 @@ def test_training_step(make, monkeypatch, benchmark_out):
         gc.collect()
         torch.cuda.empty_cache()
         try:
-            found[kernels] = step_of(model, *((5, 2) if kernels == "auto" else (1, 0)))
+            found[kernels] = step_of(model, *((3, 1) if kernels == "auto" else (1, 0)))
         except torch.OutOfMemoryError:
             found[kernels] = {"out of memory": torch.cuda.max_memory_allocated() / 2**30}
         shown = ", ".join(f"{name} {value:.1f}" for name, value in found[kernels].items())
