@@ -443,7 +443,7 @@ class Dsv4Attention(nn.Module):
         """Of a full or reindex layer: select entries; other layers hand the state on."""
         if not self.selects or self.config.index_topk is None:
             return state
-        # A choice has no gradient; the language-model loss never reaches the indexer (design, training).
+        # A choice has no gradient; the language-model loss never reaches the indexer.
         with torch.no_grad():
             args = context.tables[self.rope], state.index_keys, state.candidates, codec, context.layout
             selection, candidates = self.indexer(x, q_latent, *args)

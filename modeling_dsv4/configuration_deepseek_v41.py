@@ -46,7 +46,7 @@ class Dsv41TextConfig(DecoderConfig):
         balance_loss_weight (`float`, defaults to 0.0): weight of the sequence-wise balance loss in training; the V4 report
             (section 2.1) trains with 1e-4.
         indexer_loss_weight (`float`, defaults to 0.0): weight of the divergence of the indexers from the attention of their
-            layers in training, from which alone indexers learn (design, training).
+            layers in training, from which alone indexers learn.
         balance_loss_normalized (`bool`, defaults to `False`): count loads as DeepSeek-V3 does, see `sequence_balance`.
         rope_scaling / rope_parameters: YaRN settings flat (`rope_theta` beside `rope_scaling`), or in transformers'
             form: `rope_parameters` flat, or nested as `{"main": {...}, "compress": {...}}`. Written in the flat form.

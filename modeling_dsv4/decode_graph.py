@@ -2,8 +2,6 @@
 
 A step of decoding in such a cache has one shape and waits for no value on the host (`SequenceLayout.is_static`). So its
 kernels are recorded once and launched together from then on; what the host counts is counted beside it.
-
-Source: design sections 4 and 10.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ they need to compute only what the wanted logits and later windows can see.
         cut                       pools all T tokens, then attends with the last n_0
         cut + k                   the last n_k tokens, n_k falling by a window a layer ("exact") or constant ("bounded")
 
-Sources: design section 6, contract section 13.
+Source: contract section 13.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A kernel repository is a Python module whose functions have the signatures of re
 `modeling_dsv4/triton_kernels/`, which `convert kernels` writes in the layout of the `kernels` library). A module that can
 use one asks `find_kernel` in its forward and falls back to its own maths; nothing here imports triton.
 
-Source: design section 10; the `kernels` library's `get_kernel` and `get_local_kernel`.
+Source: the `kernels` library's `get_kernel` and `get_local_kernel`.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ def anonymous_bytes():
 
 @LINUX
 def test_loading_takes_no_memory_of_its_own(tmp_path, golden, small):
-    """A 200 MB table in the file: anonymous memory grows by a small part of it (design section 5)."""
+    """A 200 MB table in the file: anonymous memory grows by a small part of it."""
     folder = golden.copy()
     rows = 6_000_000
     folder.config["text_config"]["engram_num_embeddings"] = [rows]
