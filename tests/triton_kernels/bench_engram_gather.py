@@ -8,6 +8,8 @@ from modeling_dsv4 import engram
 from modeling_dsv4.fp_codecs import dequantize_rows
 from modeling_dsv4.triton_kernels.engram_gather import add_memory, gather_rows
 
+from .timing import in_graph
+
 LOOKUPS, DIM, BLOCK, STREAMS, HIDDEN = 24, 256, 32, 4, 5120
 ROWS = 1 << 23  # of 384 million; beyond every cache
 
@@ -25,7 +27,7 @@ def cases():
     for place, table in (("device", (values, scale)), ("pinned", on_host)):
         for tokens in (1, 8192):
             rows = torch.randint(len(table[0]), (1, tokens, LOOKUPS), device="cuda")
-            kernel = partial(gather_rows, *table, rows, block=BLOCK, dtype=torch.bfloat16)
+            kernel = in_graph(partial(gather_rows, *table, rows, block=BLOCK, dtype=torch.bfloat16))
             eager = partial(_gather, *table, rows) if place == "device" else None
             compiled = partial(torch.compile(_gather), *table, rows) if eager and tokens > 1 else None
             moved = rows.numel() * (DIM + DIM // BLOCK + 2 * DIM)
@@ -37,8 +39,8 @@ def cases():
         args = streams, projected, *weights
         compiled = partial(torch.compile(engram.add_memory), *args, eps=1e-20) if tokens > 1 else None
         moved = 2 * streams.nbytes + projected.nbytes
-        functions = (partial(f, *args, eps=1e-20) for f in (add_memory, engram.add_memory))
-        yield f"Engram gate and sum, {tokens} tokens", *functions, compiled, moved, 0
+        kernel, eager = (partial(f, *args, eps=1e-20) for f in (add_memory, engram.add_memory))
+        yield f"Engram gate and sum, {tokens} tokens", in_graph(kernel), eager, compiled, moved, 0
 
 
 def _gather(values, scale, rows):

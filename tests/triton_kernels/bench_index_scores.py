@@ -11,6 +11,8 @@ from modeling_dsv4.fp_codecs import dequantize_mxfp4, round_mxfp4
 from modeling_dsv4.sparse_attention import index_scores, select_topk
 from modeling_dsv4.triton_kernels.index_scores import select_entries
 
+from .timing import in_graph
+
 HEADS, CHANNELS, K, BLOCK, BLOCKS = 32, 128, 512, 8, 2048
 # Of the released layers: 2 reads an entry every second token, 20 makes candidates, 24 selects among them.
 FULL, SOURCE, REINDEX = 2, 20, 24
@@ -34,7 +36,7 @@ def cases():
             view, compiled = EntryView(keys, INDEX_MXFP4, queries.dtype), None
             eager = partial(_indexer(layer)._select_entries, queries, weights, visible, view, pool)
             if tokens == 1:
-                kernel = _graphed(kernel)
+                kernel = in_graph(kernel)
                 if (layer, context) == (FULL, "1M"):
                     compiled = partial(torch.compile(_select), queries, keys, weights, visible)
             elif context == "1M" or pooled:
@@ -67,15 +69,3 @@ def _select(queries, keys, weights, visible):
     scores = index_scores(queries, dequantize_mxfp4(*keys).to(queries.dtype), weights)
     hidden = torch.arange(scores.shape[-1], device=scores.device) >= visible[..., None]
     return select_topk(scores.masked_fill(hidden, float("-inf")), K)
-
-
-def _graphed(function):
-    """The replay of a CUDA graph of `function`, as in decoding."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        function()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        graph.kept = function()
-    return graph.replay

@@ -7,7 +7,8 @@ from modeling_dsv4.kernel_seam import AUTO
 from modeling_dsv4.layers import wide_linear
 from modeling_dsv4.triton_kernels import route_tokens
 
-from .bench_packed_linear import in_graph, scale_codes
+from .bench_packed_linear import scale_codes
+from .timing import in_graph
 
 EXPERTS, HIDDEN, WIDTH, CHOSEN = 384, 5120, 2304, 6
 CALLS = 4  # with routes of their own
@@ -51,7 +52,7 @@ def cases():
         moved = used * 3 * HIDDEN * WIDTH * 17 / 32 + CALLS * tokens * HIDDEN * 6
         flops = CALLS * tokens * CHOSEN * 6 * HIDDEN * WIDTH
         eager = (lambda run=run: run(None)) if tokens < 8192 else None
-        yield f"experts M={tokens} x{CALLS}", in_graph([lambda run=run: run(AUTO)]), eager, None, moved, flops
+        yield f"experts M={tokens} x{CALLS}", in_graph(lambda run=run: run(AUTO)), eager, None, moved, flops
     weight, bias = (
         torch.randn(EXPERTS, HIDDEN, device="cuda", dtype=torch.bfloat16),
         torch.zeros(EXPERTS, device="cuda"),
@@ -63,13 +64,13 @@ def cases():
         def route(kernels, choose, x=x):
             choose(wide_linear(x, weight, kernels), bias, **settings)
 
-        kernel = in_graph([lambda route=route: route(AUTO, route_tokens)])
-        eager = in_graph([lambda route=route: route(None, moe.route_tokens)])
+        kernel = in_graph(lambda route=route: route(AUTO, route_tokens))
+        eager = in_graph(lambda route=route: route(None, moe.route_tokens))
         moved, flops = weight.nbytes + x.nbytes + 4 * tokens * EXPERTS, 2 * tokens * EXPERTS * HIDDEN
         yield f"router M={tokens}", kernel, eager, None, moved, flops
     head = torch.randn(129280, HIDDEN, device="cuda", dtype=torch.bfloat16)
     for tokens in (1, 8, 64):
         x = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
-        kernel = in_graph([lambda x=x: wide_linear(x, head, AUTO)])
+        kernel = in_graph(lambda x=x: wide_linear(x, head, AUTO))
         eager = lambda x=x: wide_linear(x, head)  # noqa: E731
         yield f"head M={tokens}", kernel, eager, None, head.nbytes + 4 * tokens * len(head), 2 * tokens * head.numel()

@@ -6,6 +6,8 @@ from modeling_dsv4.fp_codecs import decode_e8m0, round_fp8
 from modeling_dsv4.kernel_seam import AUTO
 from modeling_dsv4.layers import Dsv4GroupedLinear, Dsv4Linear
 
+from .timing import in_graph
+
 # Output and input channels; o_a has 8 groups.
 MATRICES = {
     "q_a": (1280, 5120),
@@ -17,17 +19,6 @@ MATRICES = {
     "shared down": (5120, 2304),
 }
 L2_BYTES = 1 << 27
-
-
-def in_graph(calls):
-    """Return a function that replays calls from a CUDA graph, so that launches from Python are not timed."""
-    for call in calls:
-        call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    return graph.replay
 
 
 def scale_codes(*shape):
@@ -64,7 +55,7 @@ def cases():
                     with torch.no_grad():
                         module(x)
 
-            kernel = in_graph([lambda: run(AUTO)])
+            kernel = in_graph(lambda: run(AUTO))
             compiled = None
             if name == "q_b" and rows == 1:  # one: to compile takes longer than all the rest
                 product = torch.compile(unpacked_product)

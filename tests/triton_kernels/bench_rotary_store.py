@@ -9,7 +9,8 @@ from modeling_dsv4.rotary import rotary_table, rotate
 from modeling_dsv4.sparse_attention import hadamard_rotate
 from modeling_dsv4.triton_kernels.rotary_store import rotate_store
 
-from .bench_sparse_attention import ROUNDS, graphed, looped
+from .bench_sparse_attention import ROUNDS, looped
+from .timing import in_graph
 
 TOKENS, PAIRS = 8192, 32
 CODECS = {"fp8": (WINDOW_FP8, 512), "nvfp4": (COMPRESSED_NVFP4, 512), "mxfp4": (INDEX_MXFP4, 128)}
@@ -35,7 +36,7 @@ def cases():
             problems = [make(codec, tokens) for _ in range(ROUNDS)]
             (x, table, _), kinds = problems[0]
             moved = ROUNDS * sum(t.nbytes for t in (x, *table, *kinds["parts"]))
-            kernel, eager = graphed(rotate_store, problems), looped(reference, problems)
+            kernel, eager = in_graph(looped(rotate_store, problems)), looped(reference, problems)
             compiled = looped(torch.compile(reference), problems)
             yield f"rotate and store {ROUNDS} x ({codec}, {tokens})", kernel, eager, compiled, moved, 0
     queries = torch.randn(1, TOKENS, 32, 128, device="cuda", dtype=torch.bfloat16)

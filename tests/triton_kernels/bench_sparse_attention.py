@@ -9,6 +9,8 @@ from modeling_dsv4.rotary import rotary_table, rotate
 from modeling_dsv4.sparse_attention import attend_with_sinks
 from modeling_dsv4.triton_kernels.sparse_attention import sparse_attention
 
+from .timing import in_graph
+
 HEADS, DIM, WINDOW, TOPK, HELD, PAIRS = 64, 512, 128, 512, 143, 32
 CODECS = {"fp8": WINDOW_FP8, "nvfp4": COMPRESSED_NVFP4, "fp8_tail": unrotated_fp8(2 * PAIRS)}
 # Problems that a decoding case goes through in one graph, so that the cache of the device holds little of the next.
@@ -61,20 +63,8 @@ def reference(args, kinds, step=16):
     return rotate(torch.cat(outputs, dim=1), kinds["table"], inverse=True)
 
 
-def graphed(function, problems):
-    """One replay runs `function` on every problem."""
-    for args, kinds in problems:
-        function(*args, **kinds)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for args, kinds in problems:
-            function(*args, **kinds)
-    return graph.replay
-
-
 def looped(function, problems):
-    """The same without a graph, which code that makes tensors of numbers cannot be captured in."""
+    """Run `function` on every problem `(args, kinds)`."""
 
     def run():
         for args, kinds in problems:
@@ -123,7 +113,7 @@ def cases():
         problems = [build() for _ in range(ROUNDS)]
         eager = looped(lambda *args, **kinds: reference(args, kinds), problems)
         moved, flops = cost(problems[0], keys)
-        kernel = graphed(sparse_attention, problems)
+        kernel = in_graph(looped(sparse_attention, problems))
         yield f"sparse attention {ROUNDS} x ({name})", kernel, eager, None, ROUNDS * moved, ROUNDS * flops
     prefill = {
         "4096 tokens, 8K context": (4096, 1 << 12, 1 << 12, None),

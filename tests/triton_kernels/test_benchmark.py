@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from .timing import copy_rate, milliseconds, product_rate
+
 pytestmark = [
     pytest.mark.benchmark,
     pytest.mark.gpu,
@@ -22,32 +24,6 @@ pytestmark = [
 ]
 
 MODULES = sorted(path.stem for path in Path(__file__).parent.glob("bench_*.py"))
-
-
-def milliseconds(function, repeats=20, warmup=3):
-    """Median time of a function on the device."""
-    for _ in range(warmup):
-        function()
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-    for start, end in events:
-        start.record()
-        function()
-        end.record()
-    torch.cuda.synchronize()
-    return sorted(start.elapsed_time(end) for start, end in events)[repeats // 2]
-
-
-def copy_rate():
-    """Bytes a millisecond of a large copy, read and written."""
-    source = torch.randn(2**30, device="cuda", dtype=torch.bfloat16)
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / milliseconds(lambda: target.copy_(source))
-
-
-def product_rate():
-    """Operations a millisecond of a large bfloat16 product of random numbers."""
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return 2 * 8192**3 / milliseconds(lambda: a @ b)
 
 
 @pytest.fixture(scope="module")

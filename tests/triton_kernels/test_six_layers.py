@@ -14,7 +14,7 @@ from modeling_dsv4 import Dsv4Cache
 from modeling_dsv4.decode_graph import DecodeGraph
 
 from .six_layers import engram_table, filled_cache, six_layers
-from .test_benchmark import copy_rate, milliseconds
+from .timing import copy_rate, milliseconds
 
 pytestmark = [
     pytest.mark.benchmark,

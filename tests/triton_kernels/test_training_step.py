@@ -13,7 +13,7 @@ from modeling_dsv4 import kernel_seam
 from modeling_dsv4.training import Dsv4Optimizer, build_param_groups, lora_layers
 
 from .six_layers import six_layers
-from .test_benchmark import milliseconds
+from .timing import milliseconds
 
 pytestmark = [
     pytest.mark.benchmark,
