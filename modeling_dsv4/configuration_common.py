@@ -239,56 +239,6 @@ class DecoderConfig(ReleasedConfig):
     num_hash_layers = 0
     engram_layer_ids = ()
 
-    vocab_size: int = 129280
-    hidden_size: int = 5120
-    moe_intermediate_size: int = 2304
-    num_hidden_layers: int = 40
-    num_attention_heads: int = 64
-    num_key_value_heads: int = 1
-    head_dim: int = 512
-    qk_rope_head_dim: int = 64
-    q_lora_rank: int = 1280
-    o_lora_rank: int = 1024
-    o_groups: int = 8
-    hidden_act: str = "silu"
-    swiglu_limit: float = 10.0
-    rms_norm_eps: float = 1e-20
-    attention_bias: bool = False
-    attention_dropout: float = 0.0
-    initializer_range: float = 0.02
-    use_cache: bool = True
-    tie_word_embeddings: bool = False
-    max_position_embeddings: int = 1048576
-    rope_theta: float = 10000
-    rope_scaling: dict | None = None
-    n_routed_experts: int = 384
-    n_shared_experts: int = 1
-    num_experts_per_tok: int = 6
-    scoring_func: str = "sqrtsoftplus"
-    topk_method: str = "noaux_tc"
-    norm_topk_prob: bool = True
-    routed_scaling_factor: float = 1.5
-    sliding_window: int = 128
-    compress_ratios: list[int] | None = None
-    compress_rope_theta: float = 160000
-    index_n_heads: int = 32
-    index_head_dim: int = 128
-    index_topk: int | None = 512
-    hc_mult: int = 4
-    hc_sinkhorn_iters: int = 20
-    hc_eps: float = 1e-6
-    num_nextn_predict_layers: int = 3
-    pad_token_id: int | None = None
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None
-    # Not in the released files:
-    gate_temp: float = 1.0
-    cache_rounding: bool = True
-    output_router_logits: bool = False
-    balance_loss_weight: float = 0.0
-    indexer_loss_weight: float = 0.0
-    balance_loss_normalized: bool = False
-
     WRITTEN_IF_CHANGED = (
         "pad_token_id", "gate_temp", "cache_rounding", "output_router_logits", "balance_loss_weight",
         "indexer_loss_weight", "balance_loss_normalized",

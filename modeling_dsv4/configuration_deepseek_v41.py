@@ -55,11 +55,49 @@ class Dsv41TextConfig(DecoderConfig):
     model_type = "deepseek_v41_text"
     base_config_key = "text_config"
 
+    vocab_size: int = 129280
+    hidden_size: int = 5120
+    moe_intermediate_size: int = 2304
+    num_hidden_layers: int = 40
+    num_attention_heads: int = 64
+    num_key_value_heads: int = 1
+    head_dim: int = 512
+    qk_rope_head_dim: int = 64
+    q_lora_rank: int = 1280
+    o_lora_rank: int = 1024
+    o_groups: int = 8
+    hidden_act: str = "silu"
+    swiglu_limit: float = 10.0
+    rms_norm_eps: float = 1e-20
+    attention_bias: bool = False
+    attention_dropout: float = 0.0
+    initializer_range: float = 0.02
+    use_cache: bool = True
+    tie_word_embeddings: bool = False
+    max_position_embeddings: int = 1048576
+    rope_theta: float = 10000
+    rope_scaling: dict | None = None
+    n_routed_experts: int = 384
+    n_shared_experts: int = 1
+    num_experts_per_tok: int = 6
+    scoring_func: str = "sqrtsoftplus"
+    topk_method: str = "noaux_tc"
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.5
+    sliding_window: int = 128
+    compress_ratios: list[int] | None = None
+    compress_rope_theta: float = 160000
     kv_source_layer_ids: list[int] | None = None
     index_source_layer_ids: list[int] | None = None
+    index_n_heads: int = 32
+    index_head_dim: int = 128
+    index_topk: int | None = 512
     candidate_source_layer_id: int = 20
     candidate_topk_blocks: int = 2048
     candidate_block_size: int = 8
+    hc_mult: int = 4
+    hc_sinkhorn_iters: int = 20
+    hc_eps: float = 1e-6
     engram_layer_ids: list[int] | None = None
     engram_num_embeddings: list[int] | None = None
     engram_max_ngram_size: int = 4
@@ -68,14 +106,24 @@ class Dsv41TextConfig(DecoderConfig):
     engram_head_dim: int = 256
     engram_pad_token_id: int = 2
     engram_compressed_vocab_size: int = 99092
+    num_nextn_predict_layers: int = 3
     dspark_block_size: int = 5
     dspark_noise_token_id: int = 128799
     dspark_target_layer_ids: list[int] | None = None
     dspark_markov_rank: int = 256
     dspark_n_routed_experts: int = 128
     dspark_num_experts_per_tok: int = 3
-    # Not in the released file:
+    # Not in the released text part:
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
     engram_token_map_sha256: str | None = None
+    gate_temp: float = 1.0
+    cache_rounding: bool = True
+    output_router_logits: bool = False
+    balance_loss_weight: float = 0.0
+    indexer_loss_weight: float = 0.0
+    balance_loss_normalized: bool = False
 
     WRITTEN_IF_CHANGED = (
         *DecoderConfig.WRITTEN_IF_CHANGED, "bos_token_id", "eos_token_id", "engram_token_map_sha256",
@@ -167,8 +215,8 @@ class Dsv41TextConfig(DecoderConfig):
 
     @property
     def replay_cut(self) -> int | None:
-        """`decoder_cut`, or `None` if no layer pools entries."""
-        return self.decoder_cut if self.kv_source_layer_ids else None
+        """First decoder layer, the last that makes global entries (report section 2.2), or `None` without one."""
+        return max(self.kv_source_layer_ids, default=None)
 
     @property
     def needs_token_map(self) -> bool:
