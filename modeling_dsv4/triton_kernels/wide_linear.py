@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from .number_formats import operand_dtype
 from .packed_rows import Tile
 
+# As many as a tile of the kernel holds.
 FEW_ROWS = 64
 
 

@@ -227,6 +227,7 @@ def test_text_100_but_for_one_value_at_a_tie(run):
     print(_summary("text_100", "qdq", report), f"({as_is:.1e} with the code on the other side of its tie)")
 
 
+@pytest.mark.slow
 def test_text_300_but_for_one_value_at_a_tie_and_three_equal_scores(run, monkeypatch):
     case = golden.load_case("text_300")
     output = run(case["input_ids"], moved=[AT_A_TIE["text_300"]])
