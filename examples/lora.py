@@ -136,9 +136,9 @@ def main(argv: list[str] | None = None) -> int:
             size = sum(file.stat().st_size for file in adapter.glob("*.safetensors"))
             base = load(folder)
             adapted = PeftModel.from_pretrained(base, adapter, config=lora_layers(base, adapter)).eval()
-        print(
-            f"loss {losses[0]:.2f} -> {losses[-1]:.3f} in {len(losses)} steps; adapter {size / 1e6:.1f} MB, loaded again"
-        )
+        # Two steps see all conversations once: those about photographs, then those of text alone.
+        first, last = (sum(some) / len(some) for some in (losses[:2], losses[-2:]))
+        print(f"loss {first:.2f} -> {last:.3f} in {len(losses)} steps; adapter {size / 1e6:.1f} MB, loaded again")
         for example, was in zip(examples, before, strict=True):
             question = example[0]["content"]
             text = question if isinstance(question, str) else question[-1]["text"]

@@ -130,7 +130,8 @@ class Dsv4PreTrainedModel(ReleasedCheckpointMixin, ExpertPlacementMixin, Kernels
 
     def train(self, mode: bool = True):
         """Set training mode; says once that packed weights stay as they are."""
-        if mode and any(p.dtype in PACKED_DTYPES for p in self.parameters()):
+        adapted = hasattr(self, "peft_config")  # then they are meant to stay
+        if mode and not adapted and any(p.dtype in PACKED_DTYPES for p in self.parameters()):
             logger.warning_once(
                 "Packed weights (FP8, FP4) are frozen in training; load with Dsv4QuantizationConfig(dequantize=True) to "
                 "train all weights."
