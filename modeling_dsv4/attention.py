@@ -21,7 +21,7 @@ from torch import nn
 from .cache import Dsv4CacheLayer, cache_codecs
 from .cache_storage import UNROUNDED, CacheCodec, EntryStore, EntryView, RingView, TokenRing
 from .kernel_seam import AUTO, KernelSet, find_kernel
-from .layers import Dsv4GroupedLinear, Dsv4Linear, Dsv4PlainLinear, Dsv4RMSNorm, unit_rms
+from .layers import Dsv4GroupedLinear, Dsv4Linear, Dsv4PlainLinear, Dsv4RMSNorm, apply_linear, unit_rms
 from .rotary import rotary_table, rotate
 from .sequence_layout import SequenceLayout, take_rows_from
 from .sparse_attention import (
@@ -339,7 +339,12 @@ class Dsv4Attention(nn.Module):
             self.indexer = Dsv4Indexer(config, layer_idx)
 
     def forward(
-        self, x: torch.Tensor, state: SharedState, context: LayerContext, cache: Dsv4CacheLayer | None = None
+        self,
+        x: torch.Tensor,
+        state: SharedState,
+        context: LayerContext,
+        cache: Dsv4CacheLayer | None = None,
+        rounded: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, SharedState]:
         r"""Attend.
 
@@ -348,6 +353,7 @@ class Dsv4Attention(nn.Module):
             state (`SharedState`): handed on by the layers before.
             context (`LayerContext`): of these tokens.
             cache (`Dsv4CacheLayer`, *optional*): of this layer.
+            rounded (`torch.Tensor` of shape `[B, S, H]`, *optional*): x rounded to FP8, if the site did it.
 
         Returns:
             output `[B, S, H]`, dtype of `x`, and the state for the next layer.
@@ -355,8 +361,8 @@ class Dsv4Attention(nn.Module):
         if not context.pooled:
             state = self.pool(x, state, context, cache)
         table, codecs = context.tables[self.rope], cache_codecs(self.config)
-        q_latent, queries = self.make_queries(x, table)
-        window = self._keep_window(x, table, codecs["window"], context, cache)
+        q_latent, queries = self.make_queries(x, table, rounded)
+        window = self._keep_window(self._make_values(x, rounded), table, codecs["window"], context, cache)
         state = self._select(x, q_latent, state, context, codecs["index"])
         index = None
         if context.trains_indexers and self.selects:
@@ -369,9 +375,11 @@ class Dsv4Attention(nn.Module):
             )
         return self.project(out), state
 
-    def make_queries(self, x: torch.Tensor, table: tuple) -> tuple[torch.Tensor, torch.Tensor]:
+    def make_queries(
+        self, x: torch.Tensor, table: tuple, rounded: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the query latents `[B, S, q_lora_rank]` and the rotated queries `[B, S, heads, D]` of `x` `[B, S, H]`."""
-        q_latent = self.q_a_norm(self.q_a_proj(x))
+        q_latent = self.q_a_norm(apply_linear(self.q_a_proj, x, rounded))
         queries = self.q_b_proj(q_latent).unflatten(-1, (self.heads, self.head_dim))
         if self.config.normalizes_query_heads:
             # Every step is in the dtype of the queries, unlike a norm's (contract spec_v4 item 3).
@@ -379,17 +387,19 @@ class Dsv4Attention(nn.Module):
         turn = _find_store(self.kernels, queries, UNROUNDED)
         return q_latent, rotate(queries, table) if turn is None else turn(table)
 
-    def make_window(self, x: torch.Tensor, table: tuple) -> torch.Tensor:
+    def make_window(self, x: torch.Tensor, table: tuple, rounded: torch.Tensor | None = None) -> torch.Tensor:
         """Return the rotated window entries `[B, S, D]` of `x` `[B, S, H]`, not rounded yet."""
-        return rotate(self.kv_norm(self.kv_proj(x)), table)
+        return rotate(self._make_values(x, rounded), table)
 
-    def _keep_window(self, x, table, codec: CacheCodec, context: LayerContext, cache) -> torch.Tensor | RingView:
+    def _make_values(self, x, rounded) -> torch.Tensor:
+        return self.kv_norm(apply_linear(self.kv_proj, x, rounded))
+
+    def _keep_window(self, values, table, codec: CacheCodec, context: LayerContext, cache) -> torch.Tensor | RingView:
         """Return past and new window entries, rounded: `[B, held + S, D]`, or the ring that a kernel wrote and will read."""
-        values, ring = self.kv_norm(self.kv_proj(x)), None if cache is None else cache.window
-        store = _find_store(self.kernels, values, codec)
+        ring, store = None if cache is None else cache.window, _find_store(self.kernels, values, codec)
         if ring is None:
             return codec.rounded(rotate(values, table)) if store is None else store(table)
-        extra = cache.keep_extra(x.shape[1])
+        extra = cache.keep_extra(values.shape[1])
         if store is None or self._find_attention(values, context) is None or not isinstance(ring, TokenRing):
             return ring.append(rotate(values, table), context.layout, keep_extra=extra)
         return ring.store(values, context.layout, partial(store, table), reach=self.window, keep_extra=extra)

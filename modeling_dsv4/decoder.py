@@ -87,11 +87,12 @@ class Dsv4DecoderLayer(GradientCheckpointingLayer):
         site = self.attn_hc(flow.unsettled, flow.pending, flow.pre, partial(self.input_layernorm))
         if context.next_layout is not None:
             shared = self.self_attn.pool(site.x, shared, context, cache)
-            site = HyperConnectionSite(*(context.layout.take_tail(part, context.next_layout) for part in site))
+            tails = (part if part is None else context.layout.take_tail(part, context.next_layout) for part in site)
+            site = HyperConnectionSite(*tails)
             context = context.tail(context.next_layout)
-        x, shared = self.self_attn(site.x, shared, context, cache)
+        x, shared = self.self_attn(site.x, shared, context, cache, site.rounded)
         site = self.ffn_hc(site.streams, site.expansion(x), site.pre, partial(self.post_attention_layernorm))
-        x = self.mlp(site.x, context.image_mask, context.input_ids, context.layout.real)
+        x = self.mlp(site.x, context.image_mask, context.input_ids, context.layout.real, site.rounded)
         return StreamState(site.streams, site.pre, shared, site.expansion(x))
 
     def entering_pre(self, flow: StreamState) -> torch.Tensor:

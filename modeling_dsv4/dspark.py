@@ -58,12 +58,17 @@ class Dsv4DraftAttention(Dsv4Attention):
     """Attention of a draft stage: every query sees the context and the whole block."""
 
     def forward(
-        self, x: torch.Tensor, state: SharedState, context: LayerContext, cache: DraftContext
+        self,
+        x: torch.Tensor,
+        state: SharedState,
+        context: LayerContext,
+        cache: DraftContext,
+        rounded: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, SharedState]:
         """Attend from a block `[N, K, H]`; `cache` is its context. Returns the output `[N, K, H]` and `state`."""
         table = context.tables[self.rope]
-        _, queries = self.make_queries(x, table)
-        block = cache_codecs(self.config)["window"].rounded(self.make_window(x, table))
+        _, queries = self.make_queries(x, table, rounded)
+        block = cache_codecs(self.config)["window"].rounded(self.make_window(x, table, rounded))
         mask = torch.cat([cache.mask, cache.mask.new_ones(x.shape[:2])], dim=1)[:, None].expand(-1, x.shape[1], -1)
         entries = torch.cat([cache.entries, block], dim=1)
         out = attend_with_sinks(queries, entries, mask, None, None, self.sinks, scale=self.scale)

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from .fp_codecs import round_fp8
 from .kernel_seam import AUTO, find_kernel, is_plain
 from .sparse_attention import full_precision, wide
 
@@ -122,13 +123,17 @@ class Expansion(NamedTuple):
 
 
 class HyperConnectionSite(NamedTuple):
-    """Streams `[B, S, N, D]` before a sublayer, its input x `[B, S, D]`, and the site's pre, post and comb."""
+    """Streams `[B, S, N, D]` before a sublayer, its input x `[B, S, D]`, and the site's pre, post and comb.
+
+    `rounded` is x as packed matrices read it, rounded to FP8, where the site rounds a normalised x.
+    """
 
     streams: torch.Tensor
     x: torch.Tensor
     pre: torch.Tensor
     post: torch.Tensor
     comb: torch.Tensor
+    rounded: torch.Tensor | None = None
 
     def expansion(self, output: torch.Tensor) -> Expansion:
         """What the sublayer adds to the streams, when `output` `[B, S, D]` is its output."""
@@ -143,6 +148,7 @@ def hyper_connection_site(
     base: torch.Tensor,
     scale: torch.Tensor,
     norm: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    round_block: int | None = None,
     **settings,
 ) -> HyperConnectionSite:
     r"""Run a whole site: settle the streams, predict the coefficients from them, collapse them to a sublayer's input.
@@ -153,12 +159,17 @@ def hyper_connection_site(
         pre (`torch.Tensor` of shape `[B, S, N]`, *optional*): carried A by which to collapse; `None`: the site's own.
         fn, base, scale, settings: of `hyper_connection_coefficients`.
         norm (*optional*): the sublayer's pre-norm.
+        round_block (`int`, *optional*): channels per scale of the rounding of normalised x; `None`: it is not rounded.
     """
     if pending is not None:
         streams = expand_streams(streams, *pending)
     own_pre, post, comb = hyper_connection_coefficients(streams, fn, base, scale, **settings)
     x = collapse_streams(streams, own_pre if pre is None else pre)
-    return HyperConnectionSite(streams, x if norm is None else norm(x), own_pre, post, comb)
+    if norm is None:
+        return HyperConnectionSite(streams, x, own_pre, post, comb)
+    x = norm(x)
+    rounded = None if round_block is None else round_fp8(x, block=round_block)
+    return HyperConnectionSite(streams, x, own_pre, post, comb, rounded)
 
 
 class Dsv4HyperConnection(nn.Module):
@@ -177,6 +188,7 @@ class Dsv4HyperConnection(nn.Module):
             "eps": config.hc_eps,
             "norm_eps": config.rms_norm_eps,
         }
+        self.quantize_activations, self.activation_block = False, 32
 
     def forward(
         self,
@@ -191,12 +203,13 @@ class Dsv4HyperConnection(nn.Module):
         """
         pre = carried_pre if self.single_pass else None
         parameters = self.fn, self.base, self.scale
+        settings = {"round_block": self.activation_block if self.quantize_activations else None, **self.settings}
         weight = norm.func.weight if norm is not None and is_plain(norm.func) else None
         given = [t for t in (streams, *(pending or ()), pre, *parameters, weight) if t is not None]
         kernel = find_kernel(self.kernels, "hyper_connection_site", *given)
         if kernel is None or streams.shape[-2] not in KERNEL_STREAMS:
-            return hyper_connection_site(streams, pending, pre, *parameters, norm, **self.settings)
-        site = HyperConnectionSite(*kernel(streams, pending, pre, *parameters, weight, **self.settings))
+            return hyper_connection_site(streams, pending, pre, *parameters, norm, **settings)
+        site = HyperConnectionSite(*kernel(streams, pending, pre, *parameters, weight, **settings))
         return site if norm is None or weight is not None else site._replace(x=norm(site.x))
 
 

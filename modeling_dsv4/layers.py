@@ -158,10 +158,14 @@ class PackableMatrix:
         kernel = find_kernel(self.kernels, name, x, *packed)
         return kernel and partial(kernel, x, *packed, block_size=self.block_size)
 
-    @property
-    def rounded_block(self) -> int | None:
-        """Channels per scale of the rounded inputs; `None`: they are not rounded."""
-        return self.activation_block if self.quantize_activations else None
+    def take_input(self, x: torch.Tensor, rounded: torch.Tensor | None) -> tuple[torch.Tensor, int | None]:
+        """Return the input, and by how many channels per scale it is still to be rounded (`None`: not).
+
+        `rounded` is x as a site rounded it, if one did.
+        """
+        if not self.quantize_activations:
+            return x, None
+        return (x, self.activation_block) if rounded is None else (rounded, None)
 
     def requires_grad_(self, requires_grad: bool = True):
         return self if self.is_packed else super().requires_grad_(requires_grad)
@@ -190,16 +194,22 @@ class Dsv4Linear(PackableMatrix, nn.Linear):
         nn.Linear.__init__(self, in_features, out_features, bias=False)
         self._set_up()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map `[..., I]` to `[..., O]`; dtype of `x`."""
+    def forward(self, x: torch.Tensor, rounded: torch.Tensor | None = None) -> torch.Tensor:
+        """Map `[..., I]` to `[..., O]`; dtype of `x`. `rounded`: x rounded to FP8, if the caller has it."""
+        x, block = self.take_input(x, rounded)
         kernel = self.find_packed_kernel("packed_linear", x)
         if kernel is not None:
-            return kernel(activation_block=self.rounded_block)
-        if self.quantize_activations:
-            x = round_fp8(x, block=self.activation_block)
+            return kernel(activation_block=block)
+        if block is not None:
+            x = round_fp8(x, block=block)
         if not self.is_packed:
             return F.linear(x, self.float_weight(self.weight.dtype))
         return _PackedMatmul.apply(x, self.weight, self.weight_scale_inv, self.block_size)
+
+
+def apply_linear(linear: nn.Module, x: torch.Tensor, rounded: torch.Tensor | None) -> torch.Tensor:
+    """Return `linear(x)`, with `rounded`, x rounded to FP8, if it is there and nothing that takes x alone is around it."""
+    return linear(x) if rounded is None or not isinstance(linear, Dsv4Linear) else linear(x, rounded)
 
 
 class Dsv4GroupedLinear(PackableMatrix, nn.Module):
@@ -251,14 +261,16 @@ class Dsv4MLP(nn.Module):
         self.down_proj = Dsv4Linear(intermediate_size, hidden_size)
         self.limit = limit
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map `[..., H]` to `[..., H]`; dtype of `x`."""
+    def forward(self, x: torch.Tensor, rounded: torch.Tensor | None = None) -> torch.Tensor:
+        """Map `[..., H]` to `[..., H]`; dtype of `x`. `rounded`: see `Dsv4Linear`."""
         gate, up = self.gate_proj, self.up_proj
-        plain = all(isinstance(linear, Dsv4Linear) and is_plain(linear) for linear in (gate, up))
-        kernel = gate.find_packed_kernel("packed_swiglu", x, up) if plain else None
-        if kernel is not None:
-            return self.down_proj(kernel(limit=self.limit, activation_block=gate.rounded_block))
-        return self.down_proj(clamped_swiglu(gate(x), up(x), self.limit).to(x.dtype))
+        if all(isinstance(linear, Dsv4Linear) and is_plain(linear) for linear in (gate, up)):
+            read, block = gate.take_input(x, rounded)
+            kernel = gate.find_packed_kernel("packed_swiglu", read, up)
+            if kernel is not None:
+                return self.down_proj(kernel(limit=self.limit, activation_block=block))
+        gate, up = (apply_linear(linear, x, rounded) for linear in (gate, up))
+        return self.down_proj(clamped_swiglu(gate, up, self.limit).to(x.dtype))
 
 
 def wide_linear(x: torch.Tensor, weight: torch.Tensor, kernels: KernelSet | None = None) -> torch.Tensor:

@@ -418,6 +418,7 @@ class Dsv4SparseMoeBlock(nn.Module):
         image_mask: torch.Tensor | None = None,
         input_ids: torch.Tensor | None = None,
         token_mask: torch.Tensor | None = None,
+        rounded: torch.Tensor | None = None,
     ) -> torch.Tensor:
         r"""Map `[B, S, H]` to `[B, S, H]`, dtype of `x`.
 
@@ -426,10 +427,12 @@ class Dsv4SparseMoeBlock(nn.Module):
             image_mask (`torch.Tensor` of shape `[B, S]`, bool, *optional*): positions of image spans.
             input_ids (`torch.Tensor` of shape `[B, S]`, int64, *optional*): token ids, for hash routing.
             token_mask (`torch.Tensor` of shape `[B, S]`, bool, *optional*): real tokens, for whoever counts loads.
+            rounded (`torch.Tensor` of shape `[B, S, H]`, *optional*): x rounded to FP8, if the site did it.
         """
         flat = x.flatten(0, 1)
+        rounded = rounded if rounded is None else rounded.flatten(0, 1)
         masks = (None if t is None else t.flatten() for t in (image_mask, input_ids, token_mask))
         _, weights, indices = self.gate(flat, *masks)
         # Routed experts first, then the shared one, in one float32 sum (contract section 7).
-        out = self.experts(flat, indices, weights) + self.shared_experts(flat)
+        out = self.experts(flat, indices, weights) + self.shared_experts(flat, rounded)
         return out.to(x.dtype).view_as(x)

@@ -1,7 +1,8 @@
 """One site of the hyper-connections: the streams are read once and written once.
 
     pass     X' = M . X + C y, x = A_carried . X', and of each piece of the width: partial sums of fn . X', X'^2 and x^2
-    finish   sums the pieces, coefficients with Sinkhorn in registers, pre-norm of x (multi-pass: first x = A . X')
+    finish   sums the pieces, coefficients with Sinkhorn in registers, pre-norm of x and its rounding to FP8 (multi-pass: first
+             x = A . X')
 
 The pass is bound by the bytes of the streams, so the projection must not cost: bfloat16 streams meet `fn` on tensor
 cores as two bfloat16 parts (16 bits of each weight, sums in float32), float32 streams in three TF32 products.
@@ -17,7 +18,7 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from .hyper_connections_gradient import site_gradient
-from .number_formats import narrowed, widened
+from .number_formats import cast, narrowed, round_fp8, widened
 from .stream_tiles import INTERPRETED, column, columns_of, in_parts, load_streams, side_by_side
 
 # Up to so many tokens a call is bound by launches and by the bytes of `fn`.
@@ -132,9 +133,9 @@ def _sinkhorn(logits, eps, ITERATIONS: tl.constexpr):
 
 @triton.jit
 def _finish_kernel(
-    settled_ptr, sums_ptr, base_ptr, scale_ptr, norm_ptr, x_ptr, pre_ptr, post_ptr, comb_ptr, tokens, eps, norm_eps,
-    D: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ITERATIONS: tl.constexpr, CARRIED: tl.constexpr, NORM: tl.constexpr,
-    PIECES: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    settled_ptr, sums_ptr, base_ptr, scale_ptr, norm_ptr, x_ptr, rounded_ptr, pre_ptr, post_ptr, comb_ptr, tokens, eps,
+    norm_eps, D: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ITERATIONS: tl.constexpr, CARRIED: tl.constexpr,
+    NORM: tl.constexpr, ROUND: tl.constexpr, PIECES: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     # The last tokens first: what the pass wrote of them is still in the cache.
     rows = (tl.num_programs(0) - 1 - tl.program_id(0)) * BT + tl.arange(0, BT)
@@ -186,25 +187,33 @@ def _finish_kernel(
             at = x_ptr + row_start + columns[None, :]
             x = tl.load(at, mask=mask, other=0.0).to(tl.float32) * inverse[:, None]
             weight = tl.load(norm_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)
-            tl.store(at, (x * weight[None, :]).to(x_ptr.dtype.element_ty), mask=mask)
+            x = (x * weight[None, :]).to(x_ptr.dtype.element_ty)
+            tl.store(at, x, mask=mask)
+            if ROUND > 0:
+                blocks = tl.reshape(x.to(tl.float32), [BT * BD // ROUND, ROUND])
+                value = tl.reshape(cast(round_fp8(blocks), x.dtype), [BT, BD])
+                tl.store(rounded_ptr + row_start + columns[None, :], value, mask=mask)
 
 
 class _Site(torch.autograd.Function):
     @staticmethod
     def forward(ctx, settings, streams, output, post, comb, pre, fn, base, scale, norm_weight):
         pending = None if output is None else (output, post, comb)
-        found = _run_site(streams, pending, pre, fn, base, scale, norm_weight, settings)
-        settled, _, own_pre, _, _, sums = found
+        *found, sums = _run_site(streams, pending, pre, fn, base, scale, norm_weight, settings)
+        settled, _, own_pre, *_ = found
         used_pre = own_pre if pre is None else pre
-        ctx.settings = (pre is not None, *settings)
+        iterations, eps, norm_eps, _ = settings
+        ctx.settings = pre is not None, iterations, eps, norm_eps
         # Without an expansion the streams are an output too, which is an input: one copy is kept.
         kept = None if output is None else settled
         ctx.save_for_backward(streams, output, post, comb, used_pre, fn, base, scale, norm_weight, kept, sums)
-        return found[:5]
+        return tuple(found if found[-1] is not None else found[:-1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
+        settled, x, pre, post, comb, *rounded = grads
+        grads = settled, sum(rounded, x), pre, post, comb  # straight through the rounding
         *saved, settled, sums = ctx.saved_tensors
         needs_parameters = ctx.needs_input_grad[6] or ctx.needs_input_grad[9]
         settled = saved[0] if settled is None else settled
@@ -223,7 +232,8 @@ def hyper_connection_site(
     iterations: int,
     eps: float,
     norm_eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    round_block: int | None = None,
+) -> tuple[torch.Tensor, ...]:
     r"""Run a whole site: settle the streams, predict the coefficients from them, collapse them, normalise.
 
     Args:
@@ -233,9 +243,11 @@ def hyper_connection_site(
         fn (`[N * (N + 2), N * D]`), base (`[N * (N + 2)]`), scale (`[3]`): float32, or what the kernel widens to it.
         norm_weight (`torch.Tensor` of shape `[D]`, *optional*): of the sublayer's RMSNorm, whose eps is `norm_eps`.
         iterations, eps: of Sinkhorn.
+        round_block (`int`, *optional*): channels per scale of the rounding of normalised x; `None`: it is not rounded.
 
     Returns:
-        Settled streams `[..., N, D]`, x `[..., D]`, and in float32 pre `[..., N]`, post `[..., N]`, comb `[..., N, N]`.
+        Settled streams `[..., N, D]`, x `[..., D]`, in float32 pre `[..., N]`, post `[..., N]` and comb `[..., N, N]`; with
+        `round_block` and a norm also x rounded to FP8 `[..., D]`.
 
     Numerics: bfloat16 streams meet 16 bits of each weight of `fn`; coefficients within 2e-5 of the reference.
     """
@@ -243,19 +255,21 @@ def hyper_connection_site(
     pending = (None, None, None) if pending is None else [part.contiguous() for part in pending]
     pre = None if pre is None else pre.contiguous()
     fn, base, scale = (t.float() for t in (fn, base, scale))  # of a model that was cast as a whole
-    return _Site.apply((iterations, eps, norm_eps), streams, *pending, pre, fn, base, scale, norm_weight)
+    settings = iterations, eps, norm_eps, None if norm_weight is None else round_block
+    return _Site.apply(settings, streams, *pending, pre, fn, base, scale, norm_weight)
 
 
 hyper_connection_site.has_backward = True
 
 
 def _run_site(streams, pending, pre, fn, base, scale, norm_weight, settings):
-    """Return X', x, pre, post, comb, and the sums of the pieces `[pieces, tokens, K + 2]`."""
-    iterations, eps, norm_eps = settings
+    """Return X', x, pre, post, comb, rounded x or `None`, and the sums of the pieces `[pieces, tokens, K + 2]`."""
+    iterations, eps, norm_eps, round_block = settings
     *shape, n, d = streams.shape
     tokens, k = streams.numel() // (n * d), n * (n + 2)
     settled = streams if pending is None else torch.empty_like(streams)
     x = streams.new_empty(*shape, d)
+    rounded = None if round_block is None else torch.empty_like(x)
     own_pre, post = (base.new_empty(*shape, n) for _ in range(2))
     comb = base.new_empty(*shape, n, n)
     pass_tile, pieces, finish_tile = _tiles(tokens, d, streams.dtype)
@@ -273,11 +287,11 @@ def _run_site(streams, pending, pre, fn, base, scale, norm_weight, settings):
         PIECES=pieces, **pass_tile,
     )  # fmt: skip
     _finish_kernel[(triton.cdiv(tokens, finish_tile["BT"]),)](
-        settled, sums, base, scale, base if norm_weight is None else norm_weight, x, own_pre, post, comb, tokens,
-        eps, norm_eps, D=d, N=n, K=k, ITERATIONS=iterations, CARRIED=pre is not None, NORM=norm_weight is not None,
-        PIECES=pieces, **finish_tile,
+        settled, sums, base, scale, base if norm_weight is None else norm_weight, x, x if rounded is None else rounded,
+        own_pre, post, comb, tokens, eps, norm_eps, D=d, N=n, K=k, ITERATIONS=iterations, CARRIED=pre is not None,
+        NORM=norm_weight is not None, ROUND=round_block or 0, PIECES=pieces, **finish_tile,
     )  # fmt: skip
-    return settled, x, own_pre, post, comb, sums
+    return settled, x, own_pre, post, comb, rounded, sums
 
 
 def _tiles(tokens, d, dtype):
@@ -292,7 +306,7 @@ def _tiles(tokens, d, dtype):
     size = dtype.itemsize
     if tokens <= SMALL:
         tile = {"BT": 16, "BD": 64 // size, "STAGES": 1, "num_warps": 4}
-        finish = {"BT": 1, "BD": triton.next_power_of_2(d), "num_warps": 8}
+        finish = {"BT": 1, "BD": max(128, triton.next_power_of_2(d)), "num_warps": 8}  # a block of a rounding at least
         pieces = 128
     else:
         tile = {"BT": 64, "BD": 64 // size, "STAGES": 2, "num_warps": 8}

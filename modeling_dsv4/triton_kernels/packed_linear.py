@@ -264,8 +264,8 @@ def packed_swiglu(
     rows = x.reshape(-1, k)
     m = len(rows)
     if m == 0 or m >= MANY_ROWS:
-        settings = {"block_size": block_size, "activation_block": activation_block}
-        g, u = packed_linear(x, gate, gate_scale, **settings), packed_linear(x, up, up_scale, **settings)
+        x = x if activation_block is None else round_fp8_rows(x, block=activation_block)
+        g, u = (packed_linear(x, *w, block_size=block_size) for w in ((gate, gate_scale), (up, up_scale)))
         return clamped_swiglu(g, u, limit).to(x.dtype)
     if activation_block is not None and m > 1:
         rows, activation_block = round_fp8_rows(rows, block=activation_block), None

@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+from modeling_dsv4.fp_codecs import round_fp8
 from modeling_dsv4.hyper_connections import (
     Dsv4HyperConnection,
     Expansion,
@@ -18,6 +20,8 @@ from modeling_dsv4.hyper_connections import (
     hyper_connection_site,
     sinkhorn_normalize,
 )
+from modeling_dsv4.quantization import set_activation_rounding
+from tests.modeling import tiny_model
 from tests.modeling.mechanism_models import random_values
 from tests.reference import mhc
 
@@ -135,7 +139,7 @@ def test_a_whole_site_equals_the_oracle():
     for parameter, value in zip(site.parameters(), _site(), strict=True):
         parameter.data.copy_(value)
     streams, output = random_values(1, 3, 4, 6, seed=8), random_values(1, 3, 6, seed=9)
-    _, _, pre, post, comb = site(streams)
+    pre, post, comb = site(streams)[2:5]
     mixed = expand_streams(streams, output, post, comb).detach()
     for s in range(3):
         a, c, m = mhc.coefficients(streams[0, s].numpy(), *(p.detach().numpy() for p in site.parameters()))
@@ -158,7 +162,7 @@ def test_a_site_first_settles_what_is_pending(carried):
         mixed = mhc.expand(streams[0, s].numpy(), output[0, s].numpy(), post[0, s].numpy(), ASYMMETRIC.numpy())
         a, c, m = mhc.coefficients(mixed, fn.numpy(), base.numpy(), scale.numpy())
         x = 3 * mhc.collapse(mixed, carried_pre[0, s].numpy() if carried else a)
-        for found, expected in zip(site, (mixed, x, a, c, m), strict=True):
+        for found, expected in zip(site[:5], (mixed, x, a, c, m), strict=True):
             np.testing.assert_allclose(found[0, s], expected, atol=1e-12)
 
 
@@ -308,3 +312,41 @@ def test_gradients_scale_with_the_loss(dtype):
         np.testing.assert_allclose(
             b.float(), a.float() * 2.0**13, rtol=1e-2, atol=float(a.abs().max()) * 2.0**13 * 1e-6
         )
+
+
+# ---- rounding ----------------------------------------------------------------------------------------------------------
+
+
+class Wrapped(nn.Module):
+    """What takes x alone, as adapters and other libraries' layers do."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def test_sites_round_once_for_all_that_read_x():
+    model = tiny_model.new_model(**tiny_model.FIVE_LAYERS)
+    set_activation_rounding(model, True)
+    layers, ids = model.model.layers, torch.arange(24)[None] + 3
+    layers[1].self_attn.kv_proj = Wrapped(layers[1].self_attn.kv_proj)
+    seen = []
+
+    def watch(module, args, output):
+        seen.append(len(args) == 2 and torch.equal(args[1], round_fp8(args[0], block=32)))
+
+    for layer in layers:
+        for module in (layer.self_attn.q_a_proj, layer.self_attn.kv_proj, layer.mlp.shared_experts.gate_proj):
+            module.register_forward_hook(watch)
+    with torch.no_grad():
+        found = model(ids).logits
+        assert [at for at, rounded in enumerate(seen) if not rounded] == [4] and len(seen) == 15
+        for layer in layers:
+            layer.attn_hc.quantize_activations = layer.ffn_hc.quantize_activations = False
+        assert torch.equal(model(ids).logits, found)
+        assert not any(seen[15:])
+        set_activation_rounding(model, False)
+        assert not torch.equal(model(ids).logits, found)

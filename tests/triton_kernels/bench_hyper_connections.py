@@ -25,7 +25,7 @@ def _inputs(tokens, carried):
 def _backward(run, inputs, norm):
     streams, pending, pre, *parameters = inputs
     leaves = [t.detach().requires_grad_() for t in (streams, *pending, pre, *parameters)]
-    results = run(leaves[0], Expansion(*leaves[1:4]), leaves[4], *leaves[5:], norm, **SETTINGS)
+    results = run(leaves[0], Expansion(*leaves[1:4]), leaves[4], *leaves[5:], norm, **SETTINGS)[:5]
     grads = [torch.randn_like(t) for t in results]
     return partial(torch.autograd.grad, results, leaves, grads, retain_graph=True)
 
@@ -35,20 +35,21 @@ def cases():
     norm = Dsv4RMSNorm(D, SETTINGS["norm_eps"]).cuda().bfloat16().requires_grad_(False)
     compiled = torch.compile(hyper_connection_site, dynamic=False)
     parameters = 4 * N * (N + 2) * N * D
-    for name, tokens, carried in (
-        ("single-pass", 8192, True),
-        ("multi-pass", 8192, False),
-        ("single-pass", 64, True),
-        ("single-pass", 1, True),
+    for name, tokens, carried, rounding in (
+        ("single-pass", 8192, True, {}),
+        ("single-pass with FP8 rounding", 8192, True, {"round_block": 32}),
+        ("multi-pass", 8192, False, {}),
+        ("single-pass", 64, True, {}),
+        ("single-pass", 1, True, {}),
     ):
-        inputs = _inputs(tokens, carried)
-        values = (2 * N + 2 if carried else 3 * N + 2) * D * tokens
+        inputs, settings = _inputs(tokens, carried), SETTINGS | rounding
+        values = ((2 * N + 2 if carried else 3 * N + 2) + len(rounding)) * D * tokens
         operations = 2 * tokens * D * (N * N + 2 * N + N * N * (N + 2))
         yield (
             f"mHC site {name}, {tokens} tokens",
-            in_graph(torch.no_grad()(partial(kernel, *inputs, norm.weight, **SETTINGS))),
-            torch.no_grad()(partial(hyper_connection_site, *inputs, norm, **SETTINGS)),
-            torch.no_grad()(partial(compiled, *inputs, norm, **SETTINGS)),
+            in_graph(torch.no_grad()(partial(kernel, *inputs, norm.weight, **settings))),
+            torch.no_grad()(partial(hyper_connection_site, *inputs, norm, **settings)),
+            torch.no_grad()(partial(compiled, *inputs, norm, **settings)),
             2 * values + parameters,
             operations,
         )

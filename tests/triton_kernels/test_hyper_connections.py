@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from modeling_dsv4.fp_codecs import round_fp8
 from modeling_dsv4.hyper_connections import Dsv4HyperConnection, Expansion, hyper_connection_site
 from modeling_dsv4.kernel_seam import KernelSet
 from modeling_dsv4.layers import Dsv4RMSNorm
@@ -47,21 +48,21 @@ def _inputs(tokens, d, n, pending, carried, norm, device, dtype):
     return {name: None if v is None else v.to(device) for name, v in zip(names, values, strict=True)}
 
 
-def _kernel(streams, output, post, comb, pre, fn, base, scale, norm):
+def _kernel(streams, output, post, comb, pre, fn, base, scale, norm, **options):
     pending = None if output is None else (output, post, comb)
-    return kernels.hyper_connection_site(streams, pending, pre, fn, base, scale, norm, **SETTINGS)
+    return kernels.hyper_connection_site(streams, pending, pre, fn, base, scale, norm, **SETTINGS, **options)
 
 
-def _reference(streams, output, post, comb, pre, fn, base, scale, norm):
+def _reference(streams, output, post, comb, pre, fn, base, scale, norm, **options):
     pending = None if output is None else Expansion(output, post, comb)
     module = Dsv4RMSNorm(streams.shape[-1], SETTINGS["norm_eps"])
 
     def normalised(x):
         return torch.func.functional_call(module, {"weight": norm}, (x,))
 
-    return hyper_connection_site(
-        streams, pending, pre, fn, base, scale, None if norm is None else normalised, **SETTINGS
-    )
+    given = None if norm is None else normalised
+    site = hyper_connection_site(streams, pending, pre, fn, base, scale, given, **SETTINGS, **options)
+    return [t for t in site if t is not None]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -86,6 +87,19 @@ def test_a_site_in_bfloat16(case, device, poisoned):
         torch.testing.assert_close(x, expected[1], atol=0.02, rtol=2**-6)
         for found, value in zip(coefficients, expected[2:], strict=True):
             torch.testing.assert_close(found, value, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("block", [32, 128])
+@pytest.mark.parametrize(("tokens", "d", "carried"), [(3, 40, True), (66, 160, True), (2, 72, False)])
+def test_rounding_x(tokens, d, carried, block, device, poisoned):
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = _inputs(tokens, d, 4, True, carried, True, device, dtype)
+        with torch.no_grad():
+            plain, rounding = _kernel(**inputs), _kernel(**inputs, round_block=block)
+        for value, expected in zip(rounding, (*plain, round_fp8(plain[1], block=block)), strict=True):
+            assert torch.equal(value, expected)
+    # There is nothing to round for packed matrices before a norm.
+    assert len(_kernel(**inputs | {"norm": None}, round_block=block)) == 5
 
 
 def test_a_norm_that_is_more_than_its_weight(device):
@@ -127,11 +141,12 @@ FEW = [pytest.param(case, marks=pytest.mark.slow if case[0] > 60 else ()) for ca
 @pytest.mark.parametrize("case", FEW)
 def test_gradients(case, device, poisoned):
     inputs = _inputs(*case, device, torch.float32)
+    options = {"round_block": 32} if case[0] % 2 else {}
     grads = {}
     for run in (_kernel, _reference):
         leaves = {name: None if t is None else t.clone().requires_grad_() for name, t in inputs.items()}
         g = torch.Generator().manual_seed(0)
-        results = run(**leaves)
+        results = run(**leaves, **options)
         sum((r * torch.randn(r.shape, generator=g).to(device)).sum() for r in results).backward()
         grads[run] = {name: t.grad for name, t in leaves.items() if t is not None}
     for name, expected in grads[_reference].items():
@@ -173,8 +188,11 @@ def test_a_module_uses_the_kernel_where_it_can(count, calls, single_pass, device
         norm.weight.copy_(inputs["norm"])
     pending = Expansion(*(inputs[name] for name in ("output", "post", "comb")))
     site.kernels = None
+    site.quantize_activations = True
     reference = site(inputs["streams"], pending, inputs["pre"], partial(norm))
     site.kernels, seen = watched("hyper_connection_site")
-    for value, expected in zip(site(inputs["streams"], pending, inputs["pre"], partial(norm)), reference, strict=True):
+    found = site(inputs["streams"], pending, inputs["pre"], partial(norm))
+    for value, expected in zip(found[:5], reference, strict=False):
         torch.testing.assert_close(value, expected, atol=4e-6, rtol=4e-6)
+    assert torch.equal(found.rounded, round_fp8(found.x, block=32))
     assert len(seen) == calls
