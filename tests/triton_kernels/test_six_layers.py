@@ -26,7 +26,7 @@ MILLION = 1 << 20
 STEPS = 30
 CHUNK = 4096
 # Rows of a batch, and lengths of their prompts; the last ones of each do not fit.
-NATIVE_LENGTHS = {1: (2048, 4096, 8192, 16384), 8: (2048, 4096), 64: (1024, 2048)}
+NATIVE_LENGTHS = {1: (2048, 4096, 8192, 16384), 8: (2048, 4096), 64: (512, 1024, 2048)}
 # A fiftieth of the released table, in one layer.
 ENGRAM = {
     "engram_layer_ids": [1],
