@@ -201,7 +201,8 @@ def select_entries(
         none = visible.new_full((batch, tokens, 1), -1, dtype=torch.int32)
         return none[..., :0], none if pool_blocks else None
     columns = count if pool is None else pool.shape[-1] * block_size
-    step = max(1, MAX_SCORES // (batch * columns))
+    # A power of two, so that the tiles of a prompt that grows are of few sizes: kernels are compiled for each.
+    step = 1 << (max(1, MAX_SCORES // (batch * columns)).bit_length() - 1)
     selections, pools = [], []
     for start in range(0, tokens, step):
         tile = slice(start, start + step)

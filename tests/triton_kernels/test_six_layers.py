@@ -61,15 +61,17 @@ LINES = {
 def plot(folder):
     """Time and peak memory of a prompt against its length, of all that was measured into `folder`, as a picture."""
     pyplot = pytest.importorskip("matplotlib.pyplot")
-    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
-    for axis, label in zip(axes, ("seconds", "peak GiB"), strict=True):
-        axis.set(xlabel="tokens of the prompt", ylabel=label, xscale="log", yscale="log")
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 4), layout="constrained")
+    axes[0].set(ylabel="seconds", yscale="log")
+    axes[1].set(ylabel="peak GiB", ylim=(0, 80))
+    for axis in axes:
+        axis.set(xlabel="tokens of the prompt", xscale="log")
     for name in LINES:
         if (folder / f"{name}.json").exists():
             lengths, *values = zip(*json.loads((folder / f"{name}.json").read_text(encoding="utf-8")), strict=True)
             for axis, line in zip(axes, values, strict=True):
                 axis.plot(lengths, line, marker="o", label=LINES[name])
-    axes[1].legend()
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     figure.savefig(folder / "prompts.png", dpi=150)
 
 
