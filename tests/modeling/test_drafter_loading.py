@@ -1,6 +1,10 @@
 """A drafter that is loaded behind its model: it computes where the model does, and as the model was told to."""
 
+import json
+import shutil
+
 import torch
+from huggingface_hub import constants
 
 from modeling_dsv4 import Dsv4QuantizationConfig, Dsv41ForCausalLM
 from tests.golden_cases import CHECKPOINT_V41
@@ -33,3 +37,21 @@ def test_beside_a_head_on_the_disk(tmp_path):
     text = model.generate(IDS, use_mtp=True, **options)
     assert {parameter.device.type for parameter in model.drafter.parameters()} == {"cpu"}
     assert torch.equal(text, golden_drafter().generate(IDS, **options))
+
+
+def test_it_comes_from_the_commit_of_its_model(tmp_path, monkeypatch):
+    """On the Hub a name may mean something else by now: here `main` has no drafter."""
+    root, commits = tmp_path / "models--someone--release", {"main": "a" * 40, "v1": "b" * 40}
+    for name, commit in commits.items():
+        shutil.copytree(CHECKPOINT_V41, root / "snapshots" / commit)
+        (root / "refs").mkdir(exist_ok=True)
+        (root / "refs" / name).write_text(commit)
+    path = root / "snapshots" / commits["main"] / "config.json"
+    changed = json.loads(path.read_text()) | {"num_nextn_predict_layers": 0}
+    path.write_text(json.dumps(changed))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    quantization = Dsv4QuantizationConfig(dequantize=True)
+    options = {"revision": "v1", "cache_dir": tmp_path, "quantization_config": quantization, "dtype": torch.float32}
+    model = Dsv41ForCausalLM.from_pretrained("someone/release", **options)
+    model.load_drafter()
+    assert len(model.drafter) == 3
