@@ -35,6 +35,12 @@ from .weight_names import OPTIONAL_PARTS, WeightNames
 
 logger = logging.get_logger(__name__)
 
+# What the parts that a class leaves on disk are for, and what loads them.
+LEFT_PARTS = {
+    "drafts": "they speed generation up. from_pretrained(..., use_mtp=True) or generate(use_mtp=True) loads them",
+    "prediction head": "it makes logits. The ForCausalLM and ForConditionalGeneration classes load it",
+    "vision": "it reads images. Dsv41ForConditionalGeneration loads it",
+}
 _EXPERT_BANK = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
 _EXPERT = re.compile(r"\.mlp\.experts\.\d+\.")
 _EXPERT_MATRIX = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
@@ -344,7 +350,11 @@ class ReleasedCheckpointMixin:
         checkpoint = ReleasedCheckpoint(model, tensors, entries, quantization, source)
         tensors = checkpoint.load_all(load_config.ignore_mismatched_sizes)
         for part, count in checkpoint.left.items():
-            logger.warning(f"{type(model).__name__} has no {part}: {count} tensors of the checkpoint stay on disk.")
+            if part in LEFT_PARTS:  # the backbone, beside which a drafter is loaded, is in memory
+                logger.warning(
+                    f"{type(model).__name__} leaves the {part} of the checkpoint ({count} tensors) on disk, as it is meant to: "
+                    f"{LEFT_PARTS[part]}."
+                )
         if is_deepspeed_zero3_enabled():  # its loader takes tensors only
             tensors = {name: tensor[...] for name, tensor in tensors.items()}
         on_host = _assign_host_tensors(model, tensors, load_config.device_map or {})

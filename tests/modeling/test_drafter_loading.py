@@ -1,5 +1,7 @@
 """A drafter that is loaded behind its model: it computes where the model does, and as the model was told to."""
 
+import logging
+
 import torch
 
 from modeling_dsv4 import Dsv4QuantizationConfig, Dsv41ForCausalLM
@@ -23,6 +25,15 @@ def test_the_choice_of_kernels_reaches_the_drafter():
     model.load_drafter(CHECKPOINT_V41)
     chosen = [module.kernels for module in model.drafter.modules() if hasattr(module, "kernels")]
     assert len(chosen) > 10 and set(chosen) == {None}
+
+
+def test_nothing_is_said_of_the_backbone_that_is_in_memory(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    model = load()
+    assert "leaves the drafts" in caplog.text
+    caplog.clear()
+    model.load_drafter(CHECKPOINT_V41)
+    assert not caplog.text
 
 
 def test_beside_a_head_on_the_disk(tmp_path):
