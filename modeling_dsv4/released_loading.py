@@ -35,11 +35,11 @@ from .weight_names import OPTIONAL_PARTS, WeightNames
 
 logger = logging.get_logger(__name__)
 
-# What the parts that a class leaves on disk are for, and what loads them.
+# The parts that a class may leave on disk: what they are for, and what loads them.
 LEFT_PARTS = {
-    "drafts": "they speed generation up. from_pretrained(..., use_mtp=True) or generate(use_mtp=True) loads them",
-    "prediction head": "it makes logits. The ForCausalLM and ForConditionalGeneration classes load it",
-    "vision": "it reads images. Dsv41ForConditionalGeneration loads it",
+    "drafts": "the drafter, which speeds generation up; from_pretrained(..., use_mtp=True) or generate(use_mtp=True) loads it",
+    "prediction head": "the prediction head, which makes logits; the ForCausalLM and ForConditionalGeneration classes load it",
+    "vision": "the vision tower, which reads images; AutoModelForImageTextToText loads it",
 }
 _EXPERT_BANK = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
 _EXPERT = re.compile(r"\.mlp\.experts\.\d+\.")
@@ -352,7 +352,7 @@ class ReleasedCheckpointMixin:
         for part, count in checkpoint.left.items():
             if part in LEFT_PARTS:  # the backbone, beside which a drafter is loaded, is in memory
                 logger.warning(
-                    f"{type(model).__name__} leaves the {part} of the checkpoint ({count} tensors) on disk, as it is meant to: "
+                    f"{type(model).__name__} leaves {count} tensors of the checkpoint on disk, as it is meant to: "
                     f"{LEFT_PARTS[part]}."
                 )
         if is_deepspeed_zero3_enabled():  # its loader takes tensors only

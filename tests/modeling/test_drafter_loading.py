@@ -30,7 +30,7 @@ def test_the_choice_of_kernels_reaches_the_drafter():
 def test_nothing_is_said_of_the_backbone_that_is_in_memory(caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     model = load()
-    assert "leaves the drafts" in caplog.text
+    assert "on disk, as it is meant to: the drafter" in caplog.text
     caplog.clear()
     model.load_drafter(CHECKPOINT_V41)
     assert not caplog.text
