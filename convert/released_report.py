@@ -102,12 +102,13 @@ class ReleasedReport:
 
     def _rounded(self) -> Iterator[str]:
         errors = self.relative_errors()
-        exact = [name for name, error in errors.items() if error == 0]
-        if exact:
-            yield f"rounded, no loss    {_tensors(len(exact))}"
         found: dict[torch.dtype, dict[str, float]] = defaultdict(dict)
-        for name in errors.keys() - set(exact):
-            found[self.dtypes[name]][name] = errors[name]
+        for name, error in errors.items():
+            if error:
+                found[self.dtypes[name]][name] = error
+        exact = len(errors) - sum(map(len, found.values()))
+        if exact:
+            yield f"rounded, no loss    {_tensors(exact)}"
         for dtype, (title, normal) in FORMATS.items():
             if dtype in found:
                 worst = max(found[dtype], key=found[dtype].get)
