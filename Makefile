@@ -10,9 +10,12 @@ CKPT ?=
 # torch goes first: packages that only ask for "torch" must find the pinned one. For the tests of the kernels, Triton runs on
 # the CPU, and `kernels` loads a local folder; what else they ask for is not used.
 $(VENV)/.ready: constraints.txt setup.py
+	@echo "Installing into $(VENV), once; pip is silent meanwhile. 1 of 3: torch, the largest. A minute or two; more on a slow line."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	@echo "2 of 3: transformers and what the demo and the tests need beside it. About a minute."
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test]"
+	@echo "3 of 3: triton and kernels (Linux). Seconds."
 	$(if $(filter Linux,$(shell uname)),$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps triton kernels)
 	touch $@
 

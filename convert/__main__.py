@@ -102,7 +102,7 @@ def _add_released(commands) -> None:
         "released",
         help="write a checkpoint in the released layout, for serving engines",
         description="Write anything the package loads in the released layout. Tensors that were not trained keep their "
-        "bytes; prints which were kept, rounded (with the relative error) and new.",
+        "bytes; prints how many were kept, rounded (with the relative errors of every format, and what is normal) and new.",
     )
     parser.add_argument("src", metavar="SRC", help="folder: released, made by `hub`, or saved by save_pretrained")
     parser.add_argument("dst", metavar="DST", help="folder to make; must not exist or be empty")
@@ -116,6 +116,7 @@ def _add_released(commands) -> None:
     parser.add_argument(
         "--max-shard-size", metavar="SIZE", help="e.g. 5GB (default: the shards of BASE or of a packed SRC, else 5GB)"
     )
+    parser.add_argument("--json", action="store_true", help="print one JSON object, with the error of every tensor")
     parser.set_defaults(run=_released)
 
 
@@ -125,7 +126,7 @@ def _released(arguments: argparse.Namespace) -> None:
 
     size = None if arguments.max_shard_size is None else parse_size(arguments.max_shard_size)
     report = to_released(arguments.src, arguments.dst, base=arguments.base, bf16=arguments.bf16, max_shard_bytes=size)
-    print("\n".join(report.lines()))
+    print(json.dumps(report.to_dict(), indent=2) if arguments.json else "\n".join(report.lines()))
 
 
 def _add_info(commands) -> None:

@@ -252,7 +252,7 @@ class Conversion:
         source = self.source.read(weight_of(name))
         if dtype not in PACKED_DTYPES and not is_scale(name):
             for piece in _flat_pieces(source):
-                yield self._noted(name, piece, piece.to(dtype))
+                yield self._noted(name, dtype, piece, piece.to(dtype))
             return
         tile = self._tile(weight_of(name))
         for rows, _ in _row_pieces(source.shape, tile[0]):
@@ -260,7 +260,7 @@ class Conversion:
             if is_scale(name):
                 yield scale
             else:
-                self._noted(name, source[rows], _dequantise(values, scale, tile, torch.float32))
+                self._noted(name, dtype, source[rows], _dequantise(values, scale, tile, torch.float32))
                 yield values
 
     def _quantised_rows(self, weight: str, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -278,10 +278,11 @@ class Conversion:
         one_row = weight.endswith("engram.embed.weight") or self.layout[weight][1] == torch.int8
         return (1, ROW_BLOCK) if one_row else self.formats.tile
 
-    def _noted(self, name: str, source: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
+    def _noted(self, name: str, dtype: torch.dtype, source: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
         """Add the squares of a piece, and of what rounding changed in it, to the report."""
         exact = source.double()
-        self.report.add_error(name, (written.double() - exact).square().sum().item(), exact.square().sum().item())
+        error = (written.double() - exact).square().sum().item()
+        self.report.add_error(name, dtype, error, exact.square().sum().item())
         return written
 
     # ---- metadata ----------------------------------------------------------------------------------------------------

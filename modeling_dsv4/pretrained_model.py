@@ -122,6 +122,11 @@ class Dsv4PreTrainedModel(ReleasedCheckpointMixin, ExpertPlacementMixin, Kernels
             gradient_checkpointing_func = partial(gradient_checkpointing_func, use_reentrant=False)
         super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, **kwargs)
 
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        """As `is_activation_checkpointing`; PEFT and TRL ask by this old name, of which transformers would warn the user."""
+        return self.is_activation_checkpointing
+
     def requires_grad_(self, requires_grad: bool = True):
         """As `nn.Module.requires_grad_`, but packed weights never require a gradient."""
         for parameter in self.parameters():
@@ -129,9 +134,9 @@ class Dsv4PreTrainedModel(ReleasedCheckpointMixin, ExpertPlacementMixin, Kernels
         return self
 
     def train(self, mode: bool = True):
-        """Set training mode; says once that packed weights stay as they are."""
-        adapted = hasattr(self, "peft_config")  # then they are meant to stay
-        if mode and not adapted and any(p.dtype in PACKED_DTYPES for p in self.parameters()):
+        """Set training mode; says once that packed weights stay as they are, unless all are meant to (beside adapters)."""
+        trains = any(m.weight.requires_grad for m in self.modules() if isinstance(m, Dsv4RMSNorm))
+        if mode and trains and any(p.dtype in PACKED_DTYPES for p in self.parameters()):
             logger.warning_once(
                 "Packed weights (FP8, FP4) are frozen in training; load with Dsv4QuantizationConfig(dequantize=True) to "
                 "train all weights."

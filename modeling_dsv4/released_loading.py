@@ -35,6 +35,12 @@ from .weight_names import OPTIONAL_PARTS, WeightNames
 
 logger = logging.get_logger(__name__)
 
+# The parts that a class may leave on disk: what they are for, and what loads them.
+LEFT_PARTS = {
+    "drafts": "the drafter, which speeds generation up; from_pretrained(..., use_mtp=True) or generate(use_mtp=True) loads it",
+    "prediction head": "the prediction head, which makes logits; the ForCausalLM and ForConditionalGeneration classes load it",
+    "vision": "the vision tower, which reads images; AutoModelForImageTextToText loads it",
+}
 _EXPERT_BANK = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
 _EXPERT = re.compile(r"\.mlp\.experts\.\d+\.")
 _EXPERT_MATRIX = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
@@ -344,7 +350,11 @@ class ReleasedCheckpointMixin:
         checkpoint = ReleasedCheckpoint(model, tensors, entries, quantization, source)
         tensors = checkpoint.load_all(load_config.ignore_mismatched_sizes)
         for part, count in checkpoint.left.items():
-            logger.warning(f"{type(model).__name__} has no {part}: {count} tensors of the checkpoint stay on disk.")
+            if part in LEFT_PARTS:  # the backbone, beside which a drafter is loaded, is in memory
+                logger.warning(
+                    f"{type(model).__name__} leaves {count} tensors of the checkpoint on disk, as it is meant to: "
+                    f"{LEFT_PARTS[part]}."
+                )
         if is_deepspeed_zero3_enabled():  # its loader takes tensors only
             tensors = {name: tensor[...] for name, tensor in tensors.items()}
         on_host = _assign_host_tensors(model, tensors, load_config.device_map or {})

@@ -37,6 +37,7 @@ def run_shell(text):
             assert line.startswith(NOT_RUN), line
 
 
+@pytest.mark.filterwarnings("error::FutureWarning", "error::UserWarning")  # nothing to puzzle over
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 def test_every_block_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -81,6 +82,11 @@ def test_the_readme_names_the_make_targets_and_ci_calls_them():
         assert command in readme and f"\n{command.split()[1]}:" in makefile
     calls = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("make ")]
     assert calls == ["make quality", "make test"]
+
+
+def test_make_says_what_it_installs_before_pip_is_silent():
+    recipe = (ROOT / "Makefile").read_text(encoding="utf-8").partition("/.ready: constraints")[2].partition("\n\n")[0]
+    assert re.findall(r"@echo|pip install --quiet", recipe) == ["@echo", "pip install --quiet"] * 3
 
 
 def test_what_the_readme_says_of_transformers_is_so(monkeypatch):

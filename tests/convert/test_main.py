@@ -69,7 +69,7 @@ def test_help_lists_every_command_with_its_options(capsys):
     assert all(option in text for option in ("DST", "--seed", "--family", "--tokenizer", "--size"))
     assert usage_exit(["released", "--help"]) == 0
     text = capsys.readouterr().out
-    assert all(option in text for option in ("SRC", "DST", "--base", "--bf16", "--max-shard-size"))
+    assert all(option in text for option in ("SRC", "DST", "--base", "--bf16", "--max-shard-size", "--json"))
 
 
 def test_the_module_runs_and_its_help_imports_no_torch():

@@ -291,14 +291,18 @@ def test_the_command_prints_what_it_did(trained, family, tmp_path, capsys):
     (saved / "training_args.bin").write_bytes(b"pickle")
     base = str(FAMILIES[family][0])
     assert main(["released", str(saved), str(tmp_path / "out"), "--base", base, "--max-shard-size", "1MB"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    rounded = [line for line in lines if line.startswith("rounded")]
-    assert any("experts.*.w2.weight: relative error" in line and "at most in" in line for line in rounded)
+    printed = dict(
+        line.split("  ", 1) for line in capsys.readouterr().out.splitlines() if line.startswith("rounded to")
+    )
+    assert list(printed) == ["rounded to FP4", "rounded to FP8", "rounded to BF16"]
     assert (
-        any("norm.weight: relative error" in line for line in rounded)
-        and "left behind         training_args.bin" in lines
+        printed["rounded to FP4"].endswith(".w2.weight; normal for FP4: 0.12")
+        and "norm.weight" in printed["rounded to BF16"]
     )
     assert not (tmp_path / "out" / "training_args.bin").exists()
+    assert main(["released", str(saved), str(tmp_path / "told"), "--base", base, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert "training_args.bin" in told["left"] and changed > told["rounded"].keys() > {"norm.weight"}
     assert main(["released", str(saved), str(tmp_path / "out2"), "--max-shard-size", "lots"]) == 1
     assert main(["released", str(saved), str(tmp_path / "out")]) == 1
     assert "exists and is not an empty folder" in capsys.readouterr().err

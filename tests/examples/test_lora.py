@@ -16,6 +16,7 @@ pytest.importorskip("trl", reason="TRL, whose SFTTrainer the example uses, is an
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("error::FutureWarning")
 def test_the_loss_falls_and_the_adapter_is_saved(tmp_path, monkeypatch):
     small = {
         name: Image.new("RGB", (24, 24), colour)

@@ -1,6 +1,7 @@
 """A drafter that is loaded behind its model: it computes where the model does, and as the model was told to."""
 
 import json
+import logging
 import shutil
 
 import torch
@@ -29,6 +30,15 @@ def test_the_choice_of_kernels_reaches_the_drafter():
     assert len(chosen) > 10 and set(chosen) == {None}
 
 
+def test_nothing_is_said_of_the_backbone_that_is_in_memory(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    model = load()
+    assert "on disk, as it is meant to: the drafter" in caplog.text
+    caplog.clear()
+    model.load_drafter(CHECKPOINT_V41)
+    assert not caplog.text
+
+
 def test_beside_a_head_on_the_disk(tmp_path):
     """Weights that are offloaded lie on no device to which a drafter could go."""
     model = load(device_map={"model": "cpu", "lm_head": "disk"}, offload_folder=str(tmp_path))
@@ -47,8 +57,9 @@ def test_it_comes_from_the_commit_of_its_model(tmp_path, monkeypatch):
         (root / "refs").mkdir(exist_ok=True)
         (root / "refs" / name).write_text(commit)
     path = root / "snapshots" / commits["main"] / "config.json"
-    changed = json.loads(path.read_text()) | {"num_nextn_predict_layers": 0}
-    path.write_text(json.dumps(changed))
+    config = json.loads(path.read_text())
+    config["text_config"]["num_nextn_predict_layers"] = 0
+    path.write_text(json.dumps(config))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     quantization = Dsv4QuantizationConfig(dequantize=True)
     options = {"revision": "v1", "cache_dir": tmp_path, "quantization_config": quantization, "dtype": torch.float32}

@@ -1,5 +1,7 @@
 """LoRA on every kind of layer, over float and packed weights: what is adapted, its maths, saving, merging, refusals."""
 
+import logging
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from transformers import AutoProcessor
 
 import modeling_dsv4
 import processing_dsv4  # noqa: F401  (registers the processor)
+from modeling_dsv4.pretrained_model import logger
 from modeling_dsv4.training import Dsv4DataCollator, Dsv4OptimizerFactory, build_param_groups, lora_layers
 from tests.golden_cases import CHECKPOINT_V4, CHECKPOINT_V41, load_case
 
@@ -135,6 +138,16 @@ def test_a_fresh_adapter_changes_nothing_and_two_can_be_switched():
     assert not torch.equal(logits(model, inputs), before)
     model.set_adapter("default")
     assert torch.equal(logits(model, inputs), before)
+
+
+@pytest.mark.filterwarnings("error::FutureWarning")
+@pytest.mark.parametrize("adapters", [True, False])
+def test_that_packed_weights_are_frozen_is_said_where_it_is_not_meant(adapters, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    logger.warning_once.cache_clear()
+    model = load()
+    (adapted(model) if adapters else model).train()
+    assert ("frozen in training" in caplog.text) is not adapters
 
 
 def test_all_linear_with_a_plain_config_trains_over_packed_weights():
