@@ -34,22 +34,19 @@ class LoadsDrafter:
         r"""Load the drafter of a checkpoint into the model; `generate(use_mtp=True)` does it when there is none.
 
         Args:
-            folder (`str`, *optional*): of the checkpoint, or its name on the Hub; the model's own, and its commit, by
-                default.
+            folder (`str`, *optional*): of the checkpoint, or its name on the Hub; by default the files of the model.
 
         Raises:
             ValueError: if the checkpoint has no drafter, or it is not known where the model came from.
         """
-        # The commit that the model came from, not what the name means today.
-        commit = getattr(self.config, "_commit_hash", None) if folder is None else None
-        options, folder = {} if commit is None else {"revision": commit}, folder or self.name_or_path
+        folder = folder or self.checkpoint_folder or self.name_or_path
         if not folder:
             raise ValueError("use_mtp is True for a model without a drafter; accepted: one loaded with use_mtp=True.")
-        config = self.config_class.from_pretrained(folder, **options)
+        config = self.config_class.from_pretrained(folder)
         text, own = config.get_text_config(), self.config.get_text_config()
         check_drafter(True, text)
         linear = next(module for module in self.modules() if isinstance(module, Dsv4Linear))
-        options |= _quantization_like(linear, config)
+        options = _quantization_like(linear, config)
         stages = Dsv4DraftStages.from_pretrained(folder, config=config, dtype=self.dtype, **options)
         own.num_nextn_predict_layers = text.num_nextn_predict_layers
         own.compress_ratios = text.compress_ratios

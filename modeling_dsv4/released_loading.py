@@ -320,6 +320,8 @@ class ReleasedCheckpointMixin:
 
     weight_names: WeightNames
     optional_parts = OPTIONAL_PARTS
+    # Where the files lie from which the weights came: of a name on the Hub, in the cache.
+    checkpoint_folder: str | None = None
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, use_safetensors: bool | None = None, **kwargs):
@@ -347,6 +349,8 @@ class ReleasedCheckpointMixin:
         if getattr(quantization, "quant_method", None) != PACKED_METHOD:  # another quantiser reads floats
             quantization = None
         source = str(load_config.pretrained_model_name_or_path or "")
+        if checkpoint_files:
+            model.checkpoint_folder = os.path.dirname(checkpoint_files[0])
         checkpoint = ReleasedCheckpoint(model, tensors, entries, quantization, source)
         tensors = checkpoint.load_all(load_config.ignore_mismatched_sizes)
         for part, count in checkpoint.left.items():
