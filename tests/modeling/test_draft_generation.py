@@ -384,6 +384,21 @@ def test_rows_that_end_far_apart_under_bounded_replay():
     assert torch.equal(plain.cache.lengths, found.cache.lengths)
 
 
+@pytest.mark.parametrize(
+    ("rows", "options", "more"), [(1, {}, 0), (2, {"use_mtp": True}, 1), (1, {"prompt_lookup_num_tokens": 4}, 3)]
+)
+def test_a_capacity_that_is_too_small_is_refused_before_work_begins(rows, options, more, monkeypatch):
+    model, ids, needed = drafting_model(), some_ids(rows, 9, seed=8), 9 + 12 - 1 + more
+    text = model.generate(ids, **GREEDY)
+    out = model.generate(ids, cache=Dsv4Cache(model.config, max_length=needed), **GREEDY, **options)
+    assert torch.equal(getattr(out, "sequences", out), text)
+    monkeypatch.setattr(model.model, "forward", None)
+    with pytest.raises(
+        ValueError, match=rf"made for {needed - 1} tokens \(max_length\); accepted: at least {needed}, for"
+    ):
+        model.generate(ids, cache=Dsv4Cache(model.config, max_length=needed - 1), **GREEDY, **options)
+
+
 # ---- refusals -----------------------------------------------------------------------------------------------------------------
 
 
