@@ -21,7 +21,7 @@ from torch import nn
 from .cache import Dsv4CacheLayer, cache_codecs
 from .cache_storage import UNROUNDED, CacheCodec, EntryStore, EntryView, RingView, TokenRing
 from .kernel_seam import AUTO, KernelSet, find_kernel
-from .layers import Dsv4GroupedLinear, Dsv4Linear, Dsv4PlainLinear, Dsv4RMSNorm, apply_linear, unit_rms
+from .layers import Dsv4GroupedLinear, Dsv4Linear, Dsv4PlainLinear, Dsv4RMSNorm, apply_rounded, unit_rms
 from .rotary import rotary_table, rotate
 from .sequence_layout import SequenceLayout, take_rows_from
 from .sparse_attention import (
@@ -379,7 +379,7 @@ class Dsv4Attention(nn.Module):
         self, x: torch.Tensor, table: tuple, rounded: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the query latents `[B, S, q_lora_rank]` and the rotated queries `[B, S, heads, D]` of `x` `[B, S, H]`."""
-        q_latent = self.q_a_norm(apply_linear(self.q_a_proj, x, rounded))
+        q_latent = self.q_a_norm(apply_rounded(self.q_a_proj, x, rounded))
         queries = self.q_b_proj(q_latent).unflatten(-1, (self.heads, self.head_dim))
         if self.config.normalizes_query_heads:
             # Every step is in the dtype of the queries, unlike a norm's (contract spec_v4 item 3).
@@ -392,7 +392,7 @@ class Dsv4Attention(nn.Module):
         return rotate(self._make_values(x, rounded), table)
 
     def _make_values(self, x, rounded) -> torch.Tensor:
-        return self.kv_norm(apply_linear(self.kv_proj, x, rounded))
+        return self.kv_norm(apply_rounded(self.kv_proj, x, rounded))
 
     def _keep_window(self, values, table, codec: CacheCodec, context: LayerContext, cache) -> torch.Tensor | RingView:
         """Return past and new window entries, rounded: `[B, held + S, D]`, or the ring that a kernel wrote and will read."""

@@ -90,9 +90,9 @@ class Dsv4DecoderLayer(GradientCheckpointingLayer):
             tails = (part if part is None else context.layout.take_tail(part, context.next_layout) for part in site)
             site = HyperConnectionSite(*tails)
             context = context.tail(context.next_layout)
-        x, shared = self.self_attn(site.x, shared, context, cache, site.rounded)
+        x, shared = self.self_attn(site.x, shared, context, cache, site.rounded_for(self.self_attn))
         site = self.ffn_hc(site.streams, site.expansion(x), site.pre, partial(self.post_attention_layernorm))
-        x = self.mlp(site.x, context.image_mask, context.input_ids, context.layout.real, site.rounded)
+        x = self.mlp(site.x, context.image_mask, context.input_ids, context.layout.real, site.rounded_for(self.mlp))
         return StreamState(site.streams, site.pre, shared, site.expansion(x))
 
     def entering_pre(self, flow: StreamState) -> torch.Tensor:

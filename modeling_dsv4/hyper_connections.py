@@ -139,6 +139,10 @@ class HyperConnectionSite(NamedTuple):
         """What the sublayer adds to the streams, when `output` `[B, S, D]` is its output."""
         return Expansion(output, self.post, self.comb)
 
+    def rounded_for(self, sublayer: nn.Module) -> torch.Tensor | None:
+        """`rounded`, unless a hook on `sublayer` may change x."""
+        return self.rounded if is_plain(sublayer) else None
+
 
 def hyper_connection_site(
     streams: torch.Tensor,

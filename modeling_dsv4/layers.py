@@ -207,9 +207,10 @@ class Dsv4Linear(PackableMatrix, nn.Linear):
         return _PackedMatmul.apply(x, self.weight, self.weight_scale_inv, self.block_size)
 
 
-def apply_linear(linear: nn.Module, x: torch.Tensor, rounded: torch.Tensor | None) -> torch.Tensor:
-    """Return `linear(x)`, with `rounded`, x rounded to FP8, if it is there and nothing that takes x alone is around it."""
-    return linear(x) if rounded is None or not isinstance(linear, Dsv4Linear) else linear(x, rounded)
+def apply_rounded(module: nn.Module, x: torch.Tensor, rounded: torch.Tensor | None) -> torch.Tensor:
+    """Return `module(x)`; where it takes x rounded to FP8 too, and no adapter or hook may change x, `module(x, rounded)`."""
+    takes = rounded is not None and isinstance(module, (Dsv4Linear, Dsv4MLP)) and is_plain(module)
+    return module(x, rounded) if takes else module(x)
 
 
 class Dsv4GroupedLinear(PackableMatrix, nn.Module):
@@ -269,7 +270,7 @@ class Dsv4MLP(nn.Module):
             kernel = gate.find_packed_kernel("packed_swiglu", read, up)
             if kernel is not None:
                 return self.down_proj(kernel(limit=self.limit, activation_block=block))
-        gate, up = (apply_linear(linear, x, rounded) for linear in (gate, up))
+        gate, up = (apply_rounded(linear, x, rounded) for linear in (gate, up))
         return self.down_proj(clamped_swiglu(gate, up, self.limit).to(x.dtype))
 
 

@@ -21,7 +21,7 @@ from .expert_cache import UnpackedExperts
 from .fp_codecs import MXFP4_BLOCK, dequantize_fp4_rows, dequantize_fp8_tiles, round_fp8
 from .host_tensors import HostTensors, read_ahead
 from .kernel_seam import AUTO, find_kernel
-from .layers import Dsv4MLP, UnpackedProduct, clamped_swiglu, rounded_weight, wide_linear
+from .layers import Dsv4MLP, UnpackedProduct, apply_rounded, clamped_swiglu, rounded_weight, wide_linear
 from .sparse_attention import wide
 
 # Matrix libraries take other routines, with other rounding, for a handful of rows. An expert's rows are filled up to this
@@ -434,5 +434,5 @@ class Dsv4SparseMoeBlock(nn.Module):
         masks = (None if t is None else t.flatten() for t in (image_mask, input_ids, token_mask))
         _, weights, indices = self.gate(flat, *masks)
         # Routed experts first, then the shared one, in one float32 sum (contract section 7).
-        out = self.experts(flat, indices, weights) + self.shared_experts(flat, rounded)
+        out = self.experts(flat, indices, weights) + apply_rounded(self.shared_experts, flat, rounded)
         return out.to(x.dtype).view_as(x)

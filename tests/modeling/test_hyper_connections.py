@@ -2,6 +2,7 @@
 
 import itertools
 import shutil
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from modeling_dsv4 import layers
 from modeling_dsv4.fp_codecs import round_fp8
 from modeling_dsv4.hyper_connections import (
     Dsv4HyperConnection,
@@ -328,25 +330,46 @@ class Wrapped(nn.Module):
         return self.inner(x)
 
 
-def test_sites_round_once_for_all_that_read_x():
+def rounding_model(sites=True):
     model = tiny_model.new_model(**tiny_model.FIVE_LAYERS)
     set_activation_rounding(model, True)
-    layers, ids = model.model.layers, torch.arange(24)[None] + 3
-    layers[1].self_attn.kv_proj = Wrapped(layers[1].self_attn.kv_proj)
-    seen = []
+    for layer in model.model.layers:
+        layer.attn_hc.quantize_activations = layer.ffn_hc.quantize_activations = sites
+    return model
 
-    def watch(module, args, output):
-        seen.append(len(args) == 2 and torch.equal(args[1], round_fp8(args[0], block=32)))
 
-    for layer in layers:
-        for module in (layer.self_attn.q_a_proj, layer.self_attn.kv_proj, layer.mlp.shared_experts.gate_proj):
-            module.register_forward_hook(watch)
-    with torch.no_grad():
-        found = model(ids).logits
-        assert [at for at, rounded in enumerate(seen) if not rounded] == [4] and len(seen) == 15
-        for layer in layers:
-            layer.attn_hc.quantize_activations = layer.ffn_hc.quantize_activations = False
-        assert torch.equal(model(ids).logits, found)
-        assert not any(seen[15:])
-        set_activation_rounding(model, False)
-        assert not torch.equal(model(ids).logits, found)
+def test_sites_round_once_for_all_that_read_x(monkeypatch):
+    ids, found, rounded = torch.arange(24)[None] + 3, {}, Counter()
+    for sites in (True, False):
+        monkeypatch.setattr(layers, "round_fp8", lambda x, at=sites, **o: rounded.update([at]) or round_fp8(x, **o))
+        model = rounding_model(sites)
+        attention = model.model.layers[1].self_attn
+        attention.kv_proj = Wrapped(attention.kv_proj)
+        found[sites] = model(ids).logits
+    assert torch.equal(found[True], found[False])
+    # q_a_proj, kv_proj, gate_proj and up_proj of five layers, but for the wrapped one, leave it to their sites.
+    assert rounded[False] - rounded[True] == 19
+    set_activation_rounding(model, False)
+    assert not torch.equal(model(ids).logits, found[False])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "self_attn",
+        "self_attn.q_a_proj",
+        "self_attn.kv_proj",
+        "mlp",
+        "mlp.shared_experts",
+        "mlp.shared_experts.up_proj",
+    ],
+)
+def test_a_hook_may_change_x_before_it_is_rounded(name):
+    ids, found = torch.arange(24)[None] + 3, []
+    for sites in (True, False):
+        model = rounding_model(sites)
+        plain = model(ids).logits
+        hooked = model.model.layers[2].get_submodule(name)
+        hooked.register_forward_pre_hook(lambda module, args: (args[0].flip(-1), *args[1:]))
+        found.append(model(ids).logits)
+    assert torch.equal(*found) and not torch.equal(found[0], plain)
