@@ -254,8 +254,16 @@ MATRIX = [(c, d) for c in (Dsv41TextModel, Dsv41ForCausalLM) for d in (torch.flo
 MATRIX += [(AutoModel, "auto"), (AutoModelForCausalLM, torch.float32)]
 
 
-@pytest.mark.parametrize("dequantize", [False, True], ids=["packed", "float"])
-@pytest.mark.parametrize(("model_class", "dtype"), MATRIX, ids=lambda v: getattr(v, "__name__", str(v)))
+# The fast run takes every class and dtype packed or as floats, in turn.
+@pytest.mark.parametrize(
+    ("model_class", "dtype", "dequantize"),
+    [
+        pytest.param(c, d, dequantize, marks=pytest.mark.slow if (i + dequantize) % 2 else ())
+        for i, (c, d) in enumerate(MATRIX)
+        for dequantize in (False, True)
+    ],
+    ids=lambda v: getattr(v, "__name__", str(v)),
+)
 def test_every_class_prefix_and_dtype(model_class, dequantize, dtype, small, prefixed):
     options = {"dtype": dtype} | ({"quantization_config": DEQUANTIZE} if dequantize else {})
     models = [load(folder, model_class, **options) for folder in (small, prefixed)]
