@@ -21,7 +21,11 @@ RELEASED = "path/to/DeepSeek-V4.1-Flash"  # in the documents; here it is the gol
 # Lines of shell blocks that are for people: they set up an environment or reach the network.
 NOT_RUN = ("make ", "pip install ", "hf ", "curl ")
 # What the Python blocks do less of here.
-LESS = {"max_new_tokens=100": "max_new_tokens=3", "max_steps=2,": "max_steps=2, per_device_train_batch_size=1,"}
+LESS = {
+    "max_new_tokens=100": "max_new_tokens=3",
+    "max_new_tokens=5": "max_new_tokens=3",
+    "max_steps=2,": "max_steps=2, per_device_train_batch_size=1,",
+}
 
 
 def blocks(path):

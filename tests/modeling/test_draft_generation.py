@@ -155,7 +155,7 @@ PROCESSORS = {
     "ngram": {"no_repeat_ngram_size": 2},
     "bad words": {"bad_words_ids": [[5], [8, 9]]},
     "suppress": {"suppress_tokens": list(range(20, 60)), "begin_suppress_tokens": [3, 4]},
-    "min": {"min_new_tokens": 9, "eos_token_id": list(range(0, 128, 3))},
+    "min": {"min_new_tokens": 6, "eos_token_id": list(range(0, 128, 3))},
     "bias": {"sequence_bias": [[[7], 3.0], [[7, 9], 5.0]]},
     "decay": {"exponential_decay_length_penalty": (3, 1.5), "eos_token_id": 2},
     "forced": {"forced_eos_token_id": 2, "eos_token_id": 2},
@@ -184,7 +184,7 @@ def test_logits_processors(name, batch):
     mask = torch.ones_like(ids)
     if batch > 1:
         ids[1, :4], mask[1, :4] = PAD, 0
-    options = {"attention_mask": mask} | PROCESSORS[name]
+    options = {"attention_mask": mask, "max_new_tokens": 8} | PROCESSORS[name]
     plain = model.generate(ids, **GREEDY | options, output_scores=True, return_dict_in_generate=True)
     out = drafted(model, ids, plain.sequences, first_wrong([1, 9, 0]), **options, output_scores=True)
     assert torch.equal(out.sequences, plain.sequences)
@@ -323,8 +323,15 @@ def test_left_padded_rows_equal_their_runs_alone():
         assert torch.equal(got[17 - len(row) :], model.generate(row[None], **GREEDY, use_mtp=True)[0])
 
 
-@pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 5}])
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(
+    ("batch", "options"),
+    [
+        (1, {"prefill_chunk_size": 5}),
+        (2, {}),
+        pytest.param(1, {}, marks=pytest.mark.slow),
+        pytest.param(2, {"prefill_chunk_size": 5}, marks=pytest.mark.slow),
+    ],
+)
 def test_images(batch, options):
     """Drafts behind image spans, in one piece and in chunks that cut them; then a second turn with another image."""
     model = drafting_image_model()
