@@ -245,7 +245,7 @@ def test_greedy_steps(name, kv_format, mode):
     np.testing.assert_array_equal(logits.argmax(-1), case["sequences"][:, prompt:])
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["qdq", pytest.param("noqdq", marks=pytest.mark.slow)])
 def test_generate_gives_the_recorded_sequence(mode):
     model, case = released.float_model(), golden.load_tensors(golden.DECODE_V41 / f"generate_21.{mode}.safetensors")
     prompt, sequence = torch.as_tensor(case["input_ids"]).long(), case["sequences"]

@@ -268,13 +268,13 @@ def run_fsdp2(created_first, folder, device="cpu"):
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
     model, optimizer = sharded_tiny(created_first, device)
-    for step in range(5):
+    for step in range(3):
         shard_gradients(model, step)
         optimizer.step()
     dcp.save(
         {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder
     )
-    for step in range(5, 10):
+    for step in range(3, 6):
         shard_gradients(model, step)
         optimizer.step()
     straight = {name: p.detach().full_tensor().clone() for name, p in model.named_parameters()}
@@ -284,7 +284,7 @@ def run_fsdp2(created_first, folder, device="cpu"):
     dcp.load(saved, checkpoint_id=folder)
     resumed.load_state_dict(saved["model"])
     set_optimizer_state_dict(resumed, other, saved["optimizer"])
-    for step in range(5, 10):
+    for step in range(3, 6):
         shard_gradients(resumed, step)
         other.step()
     again = {name: p.detach().full_tensor() for name, p in resumed.named_parameters()}
@@ -292,11 +292,11 @@ def run_fsdp2(created_first, folder, device="cpu"):
     return {name: p.cpu() for name, p in straight.items()}, equal
 
 
-def ten_steps_alone():
+def six_steps_alone():
     config, tensors = tiny_v41()
     model = build_tree(tensors, config)
     optimizer = make(model)
-    for step in range(10):
+    for step in range(6):
         set_gradients(model, step)
         optimizer.step()
     return model
@@ -304,7 +304,7 @@ def ten_steps_alone():
 
 @pytest.mark.parametrize("created_first", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_fsdp2_equals_one_process_and_resumes_bitwise(created_first, tmp_path):
-    model = ten_steps_alone()
+    model = six_steps_alone()
     for straight, resumed_equal in on_ranks(2, run_fsdp2, created_first, str(tmp_path)):
         assert resumed_equal
         for name, p in model.named_parameters():
@@ -314,7 +314,7 @@ def test_fsdp2_equals_one_process_and_resumes_bitwise(created_first, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_fsdp2_on_two_gpus_equals_one_process_and_resumes_bitwise(tmp_path):
-    model = ten_steps_alone()
+    model = six_steps_alone()
     for straight, resumed_equal in on_ranks(2, run_fsdp2, True, str(tmp_path), "cuda", backend="nccl"):
         assert resumed_equal
         for name, p in model.named_parameters():
