@@ -31,7 +31,7 @@ import modeling_dsv4
 import processing_dsv4
 from tests import golden_cases as golden
 from tests.convert.test_push_to_hub import REPOSITORY, hub  # noqa: F401  (hub is a fixture)
-from tests.modeling.tiny_model import new_model, shared_model, some_ids
+from tests.modeling.tiny_model import FIVE_LAYERS, five_layer_model, new_model, some_ids
 from tests.released_folders import contents
 from tests.training.ranks import on_ranks
 
@@ -198,9 +198,7 @@ def test_text_streamer(text_model, tokenizer, inputs, greedy, capsys):
 def test_beams():
     """Beams: three with the cache are the three without one."""
     with_cache, without = (
-        shared_model(torch.float64).generate(
-            some_ids(1, 9), **GREEDY, **{"num_beams": 3, "num_return_sequences": 3} | cache
-        )
+        five_layer_model().generate(some_ids(1, 9), **GREEDY, **{"num_beams": 3, "num_return_sequences": 3} | cache)
         for cache in ({}, {"use_cache": False})
     )
     assert torch.equal(with_cache, without) and len(torch.unique(with_cache, dim=0)) == 3
@@ -208,7 +206,7 @@ def test_beams():
 
 def test_sampling():
     """Sampling: repeats with the seed, differs without, and at `top_k=1` is greedy."""
-    model, ids = shared_model(torch.float64), some_ids(1, 9)
+    model, ids = five_layer_model(), some_ids(1, 9)
 
     def sample(seed, **options):
         torch.manual_seed(seed)
@@ -220,7 +218,7 @@ def test_sampling():
 
 def test_assisted():
     """Assisted generation: another model drafts, the tokens are the greedy ones."""
-    model, assistant, ids = shared_model(torch.float64), new_model(torch.float64, seed=1), some_ids(1, 9)
+    model, assistant, ids = five_layer_model(), new_model(torch.float64, seed=1, **FIVE_LAYERS), some_ids(1, 9)
     assert torch.equal(model.generate(ids, **GREEDY, assistant_model=assistant), model.generate(ids, **GREEDY))
 
 
@@ -252,7 +250,7 @@ def assert_learned(trainer):
 
 def test_trainer(tmp_path):
     """Trainer: transformers' own, its AdamW, a float model; the loss falls."""
-    assert_learned(Trainer(new_model(), settings(tmp_path), train_dataset=rows()))
+    assert_learned(Trainer(new_model(**FIVE_LAYERS), settings(tmp_path), train_dataset=rows()))
 
 
 def test_sft_trainer(tmp_path, tokenizer):
@@ -293,7 +291,7 @@ def run_fsdp2():
 
     accelerator = Accelerator(cpu=True)
     pretend_accelerator_fsdp2(layers=None)
-    model = new_model().train()
+    model = new_model(**FIVE_LAYERS).train()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     ids = some_ids(2, 12)[torch.distributed.get_rank()][None]
     loss = model(ids, labels=ids).loss
@@ -305,7 +303,7 @@ def run_fsdp2():
 
 def test_accelerate_fsdp2():
     """accelerate FSDP2: a step on two gloo processes is the step of one (accelerate is told to shard on CPU)."""
-    model, ids = new_model().train(), some_ids(2, 12)
+    model, ids = new_model(**FIVE_LAYERS).train(), some_ids(2, 12)
     losses = [model(row[None], labels=row[None]).loss for row in ids]
     torch.stack(losses).mean().backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
@@ -318,7 +316,7 @@ def test_accelerate_fsdp2():
 
 def test_gradient_checkpointing():
     """Gradient checkpointing: layers run twice, gradients stay the same bits."""
-    model, ids, runs, found = new_model().train(), some_ids(2, 12), [], []
+    model, ids, runs, found = new_model(**FIVE_LAYERS).train(), some_ids(2, 12), [], []
     model.model.layers[2].input_layernorm.register_forward_pre_hook(lambda *_: runs.append(1))
     for checkpointing in (False, True):
         if checkpointing:

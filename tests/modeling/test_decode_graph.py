@@ -46,6 +46,14 @@ def model(request):
     return MODELS[request.param]()
 
 
+ONE_FORMAT_EACH = [("v41", "packed"), ("v4", "float"), ("v41-dspark", "float"), ("v4-mtp", "packed")]
+IN_TURN = [
+    pytest.param(name, kv_format, marks=() if (name, kv_format) in ONE_FORMAT_EACH else pytest.mark.slow)
+    for name in MODELS
+    for kv_format in ("packed", "float")
+]
+
+
 @pytest.fixture
 def experts_apart(monkeypatch):
     """Experts on the host choose their weights there; those on a GPU are `Dsv4Experts.grouped`."""
@@ -72,6 +80,7 @@ def addresses(cache):
     return [tensor.data_ptr() for tensor in cache.tensors]
 
 
+@pytest.mark.parametrize(("model", "kv_format"), IN_TURN, indirect=True)
 @torch.no_grad()
 def test_a_step_waits_for_no_value_and_keeps_every_address(model, kv_format, experts_apart):
     ids, mask = prompt()
@@ -173,19 +182,19 @@ def test_generate_gives_the_same_tokens_and_continues(name, options):
     model, (ids, mask) = MODELS[name](), prompt(1 if "prompt_lookup_num_tokens" in options else 3)
     settings = {
         "do_sample": False,
-        "max_new_tokens": 8,
+        "max_new_tokens": 5,
         "return_dict_in_generate": True,
         "eos_token_id": None,
     } | options
     sequences = []
     # Prompt lookup looks past the end.
-    for max_length in (None, 13 + 8 + 4 + 8 + (3 if "prompt_lookup_num_tokens" in options else 0)):
+    for max_length in (None, 13 + 5 + 4 + 5 + (3 if "prompt_lookup_num_tokens" in options else 0)):
         cache = Dsv4Cache(model.config, max_length=max_length)
         first = model.generate(ids, attention_mask=mask, cache=cache, **settings).sequences
         longer = torch.cat([first, tiny_model.some_ids(len(ids), 4, seed=9)], dim=1)
         more = torch.cat([mask, mask.new_ones(len(ids), longer.shape[1] - mask.shape[1])], dim=1)
         sequences.append(model.generate(longer, attention_mask=more, cache=cache, **settings).sequences)
-    assert torch.equal(*sequences) and sequences[0].shape[1] == 13 + 8 + 4 + 8
+    assert torch.equal(*sequences) and sequences[0].shape[1] == 13 + 5 + 4 + 5
 
 
 # ---- the graph ----------------------------------------------------------------------------------------------------------

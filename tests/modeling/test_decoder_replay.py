@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from modeling_dsv4 import Dsv4Cache
-from modeling_dsv4.decoder_replay import decoder_tokens
+from modeling_dsv4.decoder_replay import REPLAY_MODES, decoder_tokens
 from tests.modeling import tiny_model as v41
 from tests.modeling import v4_models as v4
 
@@ -33,6 +33,15 @@ MODELS = {
 def model(request):
     """A float64 model; not to be changed."""
     return MODELS[request.param]()
+
+
+def half_of(cases):
+    """Every model with every case, of which the fast run takes half: each model with every other case."""
+    return [
+        pytest.param(name, case, marks=pytest.mark.slow if (m + c) % 2 else ())
+        for m, name in enumerate(MODELS)
+        for c, case in enumerate(cases)
+    ]
 
 
 @torch.no_grad()
@@ -113,18 +122,19 @@ def test_layers_compute_the_tokens_of_the_rule_and_pool_all(mode):
 # ---- exact = full ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("length", "chunk", "kv_format"),
-    [
-        (1, None, "packed"),
-        (8, None, "float"),
-        (9, 1, "packed"),
-        (41, None, "packed"),
-        (60, None, "float"),
-        (60, 23, "packed"),
-    ],
-)
-def test_exact_leaves_the_bytes_and_tokens_of_full(model, length, chunk, kv_format):
+PROMPTS = [
+    (1, None, "packed"),
+    (8, None, "float"),
+    (9, 1, "packed"),
+    (41, None, "packed"),
+    (60, None, "float"),
+    (60, 23, "packed"),
+]
+
+
+@pytest.mark.parametrize(("model", "prompt"), half_of(PROMPTS), indirect=["model"], ids=str)
+def test_exact_leaves_the_bytes_and_tokens_of_full(model, prompt):
+    length, chunk, kv_format = prompt
     check_exact(model, length, chunk, kv_format, [crop for crop in (0, ROLLBACK) if crop < length], 2)
 
 
@@ -154,7 +164,10 @@ def test_exact_of_padded_rows(model, sides):
     assert_same_bytes(full, exact)
 
 
-@pytest.mark.parametrize("keep", [3, 20, 0, torch.tensor([90, 97]), torch.tensor([-1]), torch.tensor([True] * 100)])
+KEEP = [3, 20, 0, torch.tensor([90, 97]), torch.tensor([-1]), torch.tensor([True] * 100)]
+
+
+@pytest.mark.parametrize(("model", "keep"), half_of(KEEP), indirect=["model"])
 def test_all_wanted_logits_are_there(model, keep):
     ids = v41.some_ids(2, 100, seed=4)
     whole, full = prefill(model, ids, "full", keep=keep)
@@ -219,12 +232,23 @@ def kept_rows(splits):
     return [t for end, length in zip(ends, splits, strict=True) for t in range(end - min(length, WINDOW), end)]
 
 
-@pytest.mark.parametrize("name", ["tiny", "deep"])
-@pytest.mark.parametrize("splits", [(41,), (30, 11), (8, 9, 24), (40, 1), (5, 36), (13, 13, 15)])
+@cache
+def oracle_of_full(name):
+    """What the oracle makes of 41 tokens with a model when nothing is bounded."""
+    return v41.oracle_logits(MODELS[name](), v41.some_ids(1, 41, seed=3))
+
+
+SPLITS = [(41,), (30, 11), (8, 9, 24), (40, 1), (5, 36), (13, 13, 15)]
+
+
+@pytest.mark.parametrize(
+    ("name", "splits"),
+    [("deep", splits) for splits in SPLITS]
+    + [pytest.param("tiny", splits, marks=() if len(splits) == 3 else pytest.mark.slow) for splits in SPLITS],
+)
 def test_bounded_equals_the_reference_at_the_same_split(name, splits):
     model, ids, start = MODELS[name](), v41.some_ids(1, 41, seed=3), 0
-    expected = v41.oracle_logits(model, ids, window_floors=window_floors(splits))
-    plain = v41.oracle_logits(model, ids)
+    expected, plain = v41.oracle_logits(model, ids, window_floors=window_floors(splits)), oracle_of_full(name)
     cache, found = Dsv4Cache(model.config, rollback=ROLLBACK), {}
     for length in splits:
         keep = min(length, WINDOW)
@@ -238,8 +262,23 @@ def test_bounded_equals_the_reference_at_the_same_split(name, splits):
     assert max(abs(expected[0, t] - plain[0, t]).max() for t in found) > 1e-3  # it is an approximation
 
 
-@pytest.mark.parametrize("later", ["full", "exact", "bounded"])
-@pytest.mark.parametrize("crop", range(ROLLBACK + 1))
+@cache
+def oracle_after_bounded(crop, length=30):
+    """Ids `[1, length - crop + 6]` and what the oracle makes of the last six, none of which sees beyond the last window."""
+    ids, left = v41.some_ids(1, 36, seed=8), length - crop
+    ids = torch.cat([ids[:, :left], ids[:, length:]], dim=1)
+    floors = [length - WINDOW] * (left + 6)
+    return ids, v41.oracle_logits(MODELS["deep"](), ids, window_floors=floors)[0, left:]
+
+
+@pytest.mark.parametrize(
+    ("crop", "later"),
+    [
+        pytest.param(crop, later, marks=pytest.mark.slow if (crop + m) % 3 else ())
+        for crop in range(ROLLBACK + 1)
+        for m, later in enumerate(REPLAY_MODES)
+    ],
+)
 def test_decoding_after_bounded_sees_no_value_that_was_never_computed(tmp_path, later, crop):
     """Cropped below the computed window, the window is shorter: what was left out never comes back."""
     model, ids, length = MODELS["deep"](), v41.some_ids(1, 36, seed=8), 30
@@ -248,12 +287,9 @@ def test_decoding_after_bounded_sees_no_value_that_was_never_computed(tmp_path, 
     cache.save(tmp_path / "cache.safetensors")
     cache = Dsv4Cache.load(tmp_path / "cache.safetensors", model.config)
     cache.batch_repeat_interleave(2)
-    left = length - crop
-    ids = torch.cat([ids[:, :left], ids[:, length:]], dim=1)
-    floors = [length - WINDOW] * left + [length - WINDOW] * 6
-    expected = v41.oracle_logits(model, ids, window_floors=floors)[0, left:]
+    ids, expected = oracle_after_bounded(crop)
     with torch.no_grad():
-        again = ids[:, left:].repeat(2, 1)
+        again = ids[:, length - crop :].repeat(2, 1)
         found = model(again[:, :3], cache=cache, decoder_replay=later, logits_to_keep=3).logits
         found = torch.cat([found, model(again[:, 3:], cache=cache, decoder_replay=later).logits], dim=1)
     for row in found:

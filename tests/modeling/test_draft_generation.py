@@ -25,7 +25,7 @@ from modeling_dsv4 import DSparkScheduler, Dsv4Cache
 from modeling_dsv4.decoder_replay import REPLAY_MODES
 from tests.modeling.draft_models import drafting_image_model, drafting_model, planned
 from tests.modeling.image_models import batch_left, image_inputs, prompt
-from tests.modeling.tiny_model import PAD, new_model, some_ids
+from tests.modeling.tiny_model import FIVE_LAYERS, PAD, new_model, some_ids
 
 # Without padding among the new tokens: a second turn would read it as a mask.
 GREEDY = {
@@ -64,7 +64,7 @@ def assert_same_cache(model, a, b):
 
 
 @cache
-def without_drafts(block, batch, length, seed, options):
+def without_drafts(block, batch, length, seed, options=()):
     """Ids and the output of plain decoding; `options` are pairs."""
     ids = some_ids(batch, length, seed=seed)
     return ids, drafting_model(block).generate(ids, **GREEDY | dict(options), return_dict_in_generate=True)
@@ -84,7 +84,8 @@ def check_cell(block, batch, kv_format, replay, length, wrong, seed, **options):
 
 
 @pytest.mark.parametrize(
-    ("block", "batch", "kv_format"), [(1, 1, "packed"), (5, 3, "packed"), (5, 1, "float"), (9, 2, "float")]
+    ("block", "batch", "kv_format"),
+    [(1, 1, "packed"), (5, 3, "packed"), pytest.param(5, 1, "float", marks=pytest.mark.slow), (9, 2, "float")],
 )
 def test_tokens_and_cache_equal_plain_decoding(block, batch, kv_format):
     report = check_cell(block, batch, kv_format, "exact", 12, first_wrong([0, 3, 9, 1, 9]), seed=3)
@@ -131,10 +132,11 @@ def test_a_rejection_at_every_position_and_group_offset(batch):
 
 def test_the_own_drafts_of_a_model():
     """Unplanned: what the random drafter proposes."""
-    model, ids = drafting_model(), some_ids(2, 9)
-    plain = model.generate(ids, **GREEDY)
+    model, (ids, plain) = drafting_model(), without_drafts(5, 2, 9, 8)
+    plain = plain.sequences[:, : 9 + 6]
+    options = GREEDY | {"max_new_tokens": 6}
     for rows in (slice(0, 1), slice(0, 2)):
-        out = model.generate(ids[rows], **GREEDY, use_mtp=True, return_dict_in_generate=True)
+        out = model.generate(ids[rows], **options, use_mtp=True, return_dict_in_generate=True)
         assert torch.equal(out.sequences, plain[rows]) and out.draft_report.drafted > 0
 
 
@@ -153,7 +155,7 @@ PROCESSORS = {
     "ngram": {"no_repeat_ngram_size": 2},
     "bad words": {"bad_words_ids": [[5], [8, 9]]},
     "suppress": {"suppress_tokens": list(range(20, 60)), "begin_suppress_tokens": [3, 4]},
-    "min": {"min_new_tokens": 9, "eos_token_id": list(range(0, 128, 3))},
+    "min": {"min_new_tokens": 6, "eos_token_id": list(range(0, 128, 3))},
     "bias": {"sequence_bias": [[[7], 3.0], [[7, 9], 5.0]]},
     "decay": {"exponential_decay_length_penalty": (3, 1.5), "eos_token_id": 2},
     "forced": {"forced_eos_token_id": 2, "eos_token_id": 2},
@@ -163,19 +165,18 @@ PROCESSORS = {
 }  # fmt: skip
 
 
-SEEN_OFTEN = (
-    "repetition",
-    "ngram",
-    "min",
-    "prefix",
-    "own",
-    "watermark",
-)  # the others are as simple as a list of tokens
+# The others are as simple as a list of tokens.
+SEEN_OFTEN = ("repetition", "ngram", "min", "prefix", "own", "watermark")
+ALONE = ("repetition", "min", "prefix")  # for one row as well
 
 
-@pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in SEEN_OFTEN else pytest.mark.slow) for n in PROCESSORS]
+    ("name", "batch"),
+    [
+        pytest.param(n, b, marks=() if n in SEEN_OFTEN and (b == 3 or n in ALONE) else pytest.mark.slow)
+        for n in PROCESSORS
+        for b in (1, 3)
+    ],
 )
 def test_logits_processors(name, batch):
     """Left padding as well: some processors are bound to the columns of the prompt."""
@@ -183,7 +184,7 @@ def test_logits_processors(name, batch):
     mask = torch.ones_like(ids)
     if batch > 1:
         ids[1, :4], mask[1, :4] = PAD, 0
-    options = {"attention_mask": mask} | PROCESSORS[name]
+    options = {"attention_mask": mask, "max_new_tokens": 8} | PROCESSORS[name]
     plain = model.generate(ids, **GREEDY | options, output_scores=True, return_dict_in_generate=True)
     out = drafted(model, ids, plain.sequences, first_wrong([1, 9, 0]), **options, output_scores=True)
     assert torch.equal(out.sequences, plain.sequences)
@@ -198,8 +199,8 @@ def test_logits_processors(name, batch):
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("offset", [0, 3])
 def test_end_of_sequence_inside_a_block(batch, offset):
-    model, ids = drafting_model(), some_ids(batch, 9, seed=8)
-    stop = int(model.generate(ids, **GREEDY)[0, 9 + offset])
+    model, (ids, free) = drafting_model(), without_drafts(5, batch, 9, 8)
+    stop = int(free.sequences[0, 9 + offset])
     plain = model.generate(ids, **GREEDY | {"eos_token_id": stop}, return_dict_in_generate=True)
     out = drafted(model, ids, plain.sequences, first_wrong([9]), eos_token_id=stop)
     assert torch.equal(out.sequences, plain.sequences)
@@ -244,16 +245,25 @@ class Collector(BaseStreamer):
 @pytest.mark.parametrize("chunk", [None, 4])
 def test_streamer(chunk):
     """Through transformers' loop and through ours."""
-    model, ids, streamer = drafting_model(), some_ids(1, 9, seed=8), Collector()
-    plain = model.generate(ids, **GREEDY)
+    model, (ids, plain), streamer = drafting_model(), without_drafts(5, 1, 9, 8), Collector()
+    plain = plain.sequences
     drafted(model, ids, plain, first_wrong([3, 9]), streamer=streamer, prefill_chunk_size=chunk)
     assert streamer.tokens == plain[0].tolist() and streamer.ended
     with pytest.raises(ValueError, match="streamer is given for 2 rows"):
         model.generate(ids.repeat(2, 1), **GREEDY, use_mtp=True, streamer=Collector())
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("options", [{"prefill_chunk_size": 1}, {"prefill_chunk_size": 5}, {"max_new_tokens": 1}])
+@pytest.mark.parametrize(
+    ("options", "batch"),
+    [
+        pytest.param({"prefill_chunk_size": 1}, 1, marks=pytest.mark.slow),
+        ({"prefill_chunk_size": 1}, 2),
+        ({"prefill_chunk_size": 5}, 1),
+        pytest.param({"prefill_chunk_size": 5}, 2, marks=pytest.mark.slow),
+        ({"max_new_tokens": 1}, 1),
+        ({"max_new_tokens": 1}, 2),
+    ],
+)
 def test_chunked_prompts_and_a_single_token(batch, options):
     model, ids = drafting_model(), some_ids(batch, 11, seed=8)
     plain = model.generate(ids, **GREEDY | options, return_dict_in_generate=True)
@@ -280,21 +290,21 @@ def test_other_assistants_continue_a_cache_and_read_chunks(options, chunk):
     """What transformers' loop leaves out for prompt lookup and assistant models."""
     model = drafting_model()
     ids = some_ids(1, 6, seed=8).repeat(1, 2)
-    plain = model.generate(ids, **GREEDY)
-    if options.pop("assistant", False):
-        options["assistant_model"] = new_model(torch.float64)
+    short = GREEDY | {"max_new_tokens": 5}
+    plain = model.generate(ids, **short)
+    if "assistant" in options:
+        options = {"assistant_model": new_model(torch.float64, **FIVE_LAYERS)}
     lengths = []
     hook = model.model.layers[0].register_forward_pre_hook(lambda m, args: lengths.append(args[0].streams.shape[1]))
-    first = model.generate(ids, **GREEDY | {"max_new_tokens": 5}, **options, prefill_chunk_size=chunk,
-                           return_dict_in_generate=True)  # fmt: skip
+    first = model.generate(ids, **short, **options, prefill_chunk_size=chunk, return_dict_in_generate=True)
     hook.remove()
     assert chunk is None or lengths[:2] == [4, 4]
     turn = torch.cat([first.sequences, some_ids(1, 3, seed=2)], 1)
     again = model.generate(
-        turn, **GREEDY, **options, cache=first.cache, prefill_chunk_size=chunk, return_dict_in_generate=True
+        turn, **short, **options, cache=first.cache, prefill_chunk_size=chunk, return_dict_in_generate=True
     )
-    assert torch.equal(first.sequences, plain[:, :17])
-    fresh = model.generate(turn, **GREEDY, return_dict_in_generate=True)
+    assert torch.equal(first.sequences, plain)
+    fresh = model.generate(turn, **short, return_dict_in_generate=True)
     assert torch.equal(again.sequences, fresh.sequences)
     assert_same_cache(model, again.cache, fresh.cache)
 
@@ -313,8 +323,15 @@ def test_left_padded_rows_equal_their_runs_alone():
         assert torch.equal(got[17 - len(row) :], model.generate(row[None], **GREEDY, use_mtp=True)[0])
 
 
-@pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 5}])
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(
+    ("batch", "options"),
+    [
+        (1, {"prefill_chunk_size": 5}),
+        (2, {}),
+        pytest.param(1, {}, marks=pytest.mark.slow),
+        pytest.param(2, {"prefill_chunk_size": 5}, marks=pytest.mark.slow),
+    ],
+)
 def test_images(batch, options):
     """Drafts behind image spans, in one piece and in chunks that cut them; then a second turn with another image."""
     model = drafting_image_model()
@@ -348,8 +365,8 @@ def test_two_caches_decoded_in_turn():
 
 
 def test_prompt_embeddings():
-    model, ids = drafting_model(), some_ids(2, 9, seed=8)
-    plain = model.generate(ids, **GREEDY)
+    model, (ids, plain) = drafting_model(), without_drafts(5, 2, 9, 8)
+    plain = plain.sequences
     embeds = model.get_input_embeddings()(ids).detach()
     for rows in (slice(0, 1), slice(0, 2)):
         out = drafted(model, ids[rows], plain[rows], first_wrong([9]), inputs_embeds=embeds[rows])
@@ -358,8 +375,8 @@ def test_prompt_embeddings():
 
 @pytest.mark.parametrize("one_row_ends", [False, True])
 def test_a_cache_of_fixed_capacity_needs_no_more_room_than_plain_decoding(one_row_ends):
-    model, ids = drafting_model(), some_ids(2, 9, seed=8)
-    free, settings = model.generate(ids, **GREEDY)[:, 9:].tolist(), {}
+    model, (ids, free) = drafting_model(), without_drafts(5, 2, 9, 8)
+    free, settings = free.sequences[:, 9:].tolist(), {}
     if one_row_ends:
         settings["eos_token_id"] = next(token for token in free[0] if token not in free[1])
     plain, cache = (Dsv4Cache(model.config, max_length=9 + 12) for _ in range(2))

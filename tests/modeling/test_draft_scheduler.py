@@ -150,7 +150,7 @@ def informed(model, wrong, knows):
     return confidence
 
 
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_report_and_rates_of_an_informative_and_a_noise_head(batch, monkeypatch):
     """By the curve's seconds: the informed scheduler beats always five and always none; with noise it loses to it."""
     model, ids = drafting_model(5), some_ids(batch, 9, seed=8)

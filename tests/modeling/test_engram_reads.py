@@ -104,7 +104,7 @@ def test_forward_chunks_and_decoding_equal_the_plain_path(model, monkeypatch):
     def outputs():
         logits = model(IDS, attention_mask=mask).logits
         tokens = [
-            model.generate(IDS, attention_mask=mask, max_new_tokens=6, do_sample=False, prefill_chunk_size=size)
+            model.generate(IDS, attention_mask=mask, max_new_tokens=3, do_sample=False, prefill_chunk_size=size)
             for size in (None, 8)
         ]
         return logits, *tokens

@@ -19,6 +19,7 @@ from tests.modeling.tiny_model import FIVE_LAYERS, PAD, five_layer_model, new_mo
 NEW = 11
 GREEDY = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": PAD}
 PROMPT = 19
+SHORT = GREEDY | {"max_new_tokens": 6}  # where every token is decoded several times over
 
 
 @pytest.fixture
@@ -62,8 +63,15 @@ def words(ids):
 # ---- the modes -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kv_format", ["packed", "float"])
-@pytest.mark.parametrize("decoder_replay", ["full", "exact"])
+@pytest.mark.parametrize(
+    ("kv_format", "decoder_replay"),
+    [
+        ("packed", "full"),
+        ("float", "exact"),
+        pytest.param("packed", "exact", marks=pytest.mark.slow),
+        pytest.param("float", "full", marks=pytest.mark.slow),
+    ],
+)
 def test_greedy(model, ids, expected, kv_format, decoder_replay):
     out = model.generate(
         ids, **GREEDY, kv_format=kv_format, decoder_replay=decoder_replay, return_dict_in_generate=True
@@ -99,7 +107,7 @@ def test_end_of_sequence_fills_with_padding(model, ids, expected):
 
 
 def test_sampling_with_a_seed(model, ids):
-    options = GREEDY | {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9}
+    options = SHORT | {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9}
     runs = []
     for use_cache in (True, True, False):
         torch.manual_seed(3)
@@ -124,7 +132,7 @@ def test_beams(model, ids, options):
     for use_cache in (True, False):
         torch.manual_seed(5)
         runs.append(model.generate(
-            ids, **GREEDY | options, num_beams=3, use_cache=use_cache, return_dict_in_generate=True, output_scores=True
+            ids, **SHORT | options, num_beams=3, use_cache=use_cache, return_dict_in_generate=True, output_scores=True
         ))  # fmt: skip
     assert torch.equal(runs[0].sequences, runs[1].sequences)
     torch.testing.assert_close(runs[0].sequences_scores, runs[1].sequences_scores)
@@ -137,9 +145,10 @@ def test_left_padded_rows_equal_their_runs_alone(model, num_beams):
     ids = torch.full((3, 19), PAD)
     for row, target in zip(rows, ids, strict=True):
         target[19 - len(row) :] = row
-    out = model.generate(ids, attention_mask=(ids != PAD).long(), **GREEDY, num_beams=num_beams)
+    options = GREEDY if num_beams == 1 else SHORT
+    out = model.generate(ids, attention_mask=(ids != PAD).long(), **options, num_beams=num_beams)
     for row, got in zip(rows, out, strict=True):
-        alone = model.generate(row[None], **GREEDY, num_beams=num_beams)[0]
+        alone = model.generate(row[None], **options, num_beams=num_beams)[0]
         assert torch.equal(got[19 - len(row) :], alone)
 
 
@@ -172,17 +181,25 @@ def _repeating():
 def test_prompt_lookup_is_greedy(model, kv_format):
     ids = _repeating()
     lengths = []
+    hook = model.model.layers[0].register_forward_pre_hook(lambda m, args: lengths.append(args[0].streams.shape[1]))
     out = model.generate(ids, **GREEDY, prompt_lookup_num_tokens=4, kv_format=kv_format)
+    hook.remove()
     assert torch.equal(out, model.generate(ids, **GREEDY))
     # The drafts were really verified: some forward took more than one new token.
-    hook = model.model.layers[0].register_forward_pre_hook(lambda m, args: lengths.append(args[0].streams.shape[1]))
-    model.generate(ids, **GREEDY, prompt_lookup_num_tokens=4)
-    hook.remove()
     assert any(1 < n < ids.shape[1] for n in lengths)
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 50))])
-def test_lookup_and_assistants_are_greedy(model, seed):
+@pytest.mark.parametrize(
+    ("seed", "kv_format"),
+    [
+        pytest.param(
+            seed, kv_format, marks=() if (seed, kv_format) in ((0, "packed"), (1, "float")) else pytest.mark.slow
+        )
+        for seed in range(50)
+        for kv_format in ("packed", "float")
+    ],
+)
+def test_lookup_and_assistants_are_greedy(model, seed, kv_format):
     """Prompts of any length that repeat themselves; an assistant whose drafts are partly accepted."""
     part = some_ids(1, 5 + seed % 9, seed=seed)
     ids = torch.cat([part, part, part[:, : seed % 5]], dim=1)
@@ -194,18 +211,17 @@ def test_lookup_and_assistants_are_greedy(model, seed):
         assistant.lm_head.weight.lerp_(model.lm_head.weight, 0.7)
     assistant.generation_config.num_assistant_tokens = 1 + seed % 6
     for options in ({"prompt_lookup_num_tokens": 1 + seed % 7}, {"assistant_model": assistant}):
-        for kv_format in ("packed", "float"):
-            assert torch.equal(model.generate(ids, **greedy, kv_format=kv_format, **options), plain)
+        assert torch.equal(model.generate(ids, **greedy, kv_format=kv_format, **options), plain)
 
 
-@pytest.mark.parametrize("draft_tokens", [1, 5])
-def test_an_assistant_is_greedy(model, draft_tokens):
-    """The model itself as assistant (every draft accepted), and another one (most rejected)."""
-    ids = some_ids(1, PROMPT, seed=11)
-    plain = model.generate(ids, **GREEDY)
-    for assistant in (new_model(torch.float64, **FIVE_LAYERS), new_model(torch.float64, seed=1, **FIVE_LAYERS)):
-        assistant.generation_config.num_assistant_tokens = draft_tokens
-        assert torch.equal(model.generate(ids, **GREEDY, assistant_model=assistant), plain)
+@pytest.mark.parametrize(
+    ("seed", "draft_tokens"), [(0, 1), (0, 5), pytest.param(1, 1, marks=pytest.mark.slow), (1, 5)]
+)
+def test_an_assistant_is_greedy(model, ids, expected, seed, draft_tokens):
+    """The model itself as assistant (seed 0: every draft accepted), and another one (most rejected)."""
+    assistant = new_model(torch.float64, seed=seed, **FIVE_LAYERS)
+    assistant.generation_config.num_assistant_tokens = draft_tokens
+    assert torch.equal(model.generate(ids[:1], **GREEDY, assistant_model=assistant), expected[:1])
 
 
 def test_assisted_sampling_draws_the_same_kind_of_tokens(model):
@@ -219,7 +235,7 @@ def test_assisted_sampling_draws_the_same_kind_of_tokens(model):
 
 @pytest.mark.parametrize("num_beams", [1, 2])
 def test_inputs_embeds_beside_input_ids(model, ids, num_beams):
-    embeds, options = model.get_input_embeddings()(ids).detach(), GREEDY | {"num_beams": num_beams}
+    embeds, options = model.get_input_embeddings()(ids).detach(), SHORT | {"num_beams": num_beams}
     expected = model.generate(ids, **options)
     assert torch.equal(model.generate(ids, inputs_embeds=embeds, **options), expected)
     assert not torch.equal(model.generate(ids, inputs_embeds=embeds.flip(1), **options), expected)
@@ -244,14 +260,13 @@ def test_streamer(model, tokenizer, expected):
 def test_pipeline(model, tokenizer):
     """Prompts of different length in one batch of the pipeline."""
     rows = [some_ids(1, n, seed=n)[0] for n in (5, PROMPT)]
-    options = {k: v for k, v in GREEDY.items() if k != "eos_token_id"}
+    options = {k: v for k, v in SHORT.items() if k != "eos_token_id"}
     make = pipeline("text-generation", model=model, tokenizer=tokenizer)
     prompts = [" ".join(words(row)) for row in rows]
+    alone = [words(model.generate(row[None], **options, eos_token_id=2)[0, len(row) :]) for row in rows]
     for batch_size in (1, 2):
         answers = make(prompts, return_full_text=False, batch_size=batch_size, **options)
-        for answer, row in zip(answers, rows, strict=True):
-            alone = model.generate(row[None], **options, eos_token_id=2)[0, len(row) :]
-            assert answer[0]["generated_text"].split() == words(alone)
+        assert [answer[0]["generated_text"].split() for answer in answers] == alone
 
 
 def test_outputs_of_every_step(model, ids, expected):

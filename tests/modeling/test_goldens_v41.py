@@ -199,15 +199,26 @@ def test_bfloat16(bfloat16_model, name):
 # ---- generation --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kv_format", ["packed", "float", None])
-@pytest.mark.parametrize("name", ["generate_21", "generate_30_image"])
+@pytest.mark.parametrize(
+    ("name", "kv_format", "mode"),
+    [
+        ("generate_21", "packed", "qdq"),
+        ("generate_21", "float", "noqdq"),
+        ("generate_21", None, "noqdq"),
+        ("generate_30_image", "float", "qdq"),
+        *(
+            pytest.param(*cell, marks=pytest.mark.slow)
+            for cell in [
+                ("generate_21", "float", "qdq"),
+                ("generate_30_image", "packed", "qdq"),
+                ("generate_30_image", "float", "noqdq"),
+                ("generate_30_image", None, "noqdq"),
+            ]
+        ),
+    ],
+)
 def test_greedy_steps(name, kv_format, mode):
     """Incremental steps with either cache, and a recompute without one, give the recorded logits and tokens."""
-    if kv_format is None and mode == "qdq":
-        pytest.skip("quadratic, and the same as noqdq for this test: recomputing is tested with noqdq")
-    if kv_format == "packed" and mode == "noqdq":
-        pytest.skip("unrounded values cannot be packed; Dsv4Cache refuses the pair (tested with the cache)")
     model, case = released.float_model(), golden.load_tensors(golden.DECODE_V41 / f"{name}.{mode}.safetensors")
     sequence, prompt = torch.as_tensor(case["sequences"]).long(), case["input_ids"].shape[1]
     embeds = model.get_input_embeddings()(sequence).detach()
@@ -234,7 +245,7 @@ def test_greedy_steps(name, kv_format, mode):
     np.testing.assert_array_equal(logits.argmax(-1), case["sequences"][:, prompt:])
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["qdq", pytest.param("noqdq", marks=pytest.mark.slow)])
 def test_generate_gives_the_recorded_sequence(mode):
     model, case = released.float_model(), golden.load_tensors(golden.DECODE_V41 / f"generate_21.{mode}.safetensors")
     prompt, sequence = torch.as_tensor(case["input_ids"]).long(), case["sequences"]

@@ -279,8 +279,15 @@ def _assert_equal_gradients(backend, dtype, factor):
         assert (a - c).abs().max() <= 3 * bound * size, name
 
 
-@pytest.mark.parametrize("factor", [1.0, 1e4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "factor"),
+    [
+        (torch.float32, 1e4),
+        (torch.bfloat16, 1.0),
+        pytest.param(torch.float32, 1.0, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, 1e4, marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_are_finite_and_equal_in_a_captured_graph(dtype, factor):
     _assert_equal_gradients("aot_eager_decomp_partition", dtype, factor)
 

@@ -133,8 +133,13 @@ def _bfloat16_model():
 # ---- rounding: the oracle ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("linear_rounding", [False, True])
-@pytest.mark.parametrize("length", [1, 4, 5, 17, 70])
+@pytest.mark.parametrize(
+    ("length", "linear_rounding"),
+    [
+        (1, False), (4, True), (5, False), (17, True), (70, False), (70, True),
+        *(pytest.param(*cell, marks=pytest.mark.slow) for cell in [(1, True), (4, False), (5, True), (17, False)]),
+    ],
+)  # fmt: skip
 def test_with_rounding_the_oracle_decides(length, linear_rounding):
     """Cache rounding, and the FP8 rounding of layer inputs as a packed model does it."""
     weights, config = golden_oracle()
@@ -198,8 +203,15 @@ def test_with_rounding_on_long_rows(seed):
 # ---- builds: packed, dequantised, -Base --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("build", ["released", "base"])
-@pytest.mark.parametrize("quantize_activations", [False, True])
+@pytest.mark.parametrize(
+    ("quantize_activations", "build"),
+    [
+        (True, "released"),
+        (False, "base"),
+        pytest.param(False, "released", marks=pytest.mark.slow),
+        pytest.param(True, "base", marks=pytest.mark.slow),
+    ],
+)
 def test_packed_equals_dequantised(build, quantize_activations, folders):
     """Both loads, against each other and against the oracle's own reading of the files."""
     folder = folders[build]
@@ -232,8 +244,17 @@ def folders(tmp_path_factory):
     }
 
 
-@pytest.mark.parametrize("build", ["released", "base", "mtp"])
-@pytest.mark.parametrize("dequantize", [True, False])
+@pytest.mark.parametrize(
+    ("dequantize", "build"),
+    [
+        (False, "released"),
+        (False, "base"),
+        (False, "mtp"),
+        (True, "mtp"),
+        pytest.param(True, "released", marks=pytest.mark.slow),
+        pytest.param(True, "base", marks=pytest.mark.slow),
+    ],
+)
 def test_builds_are_saved_as_they_were_read(build, dequantize, folders, tmp_path):
     model = tiny.load(folders[build], dequantize=dequantize)
     model.save_pretrained(tmp_path)
@@ -340,8 +361,15 @@ def test_gradient_reaches_the_mtp_layer_and_through_it_the_backbone(mtp_model):
     assert not [n for n in silent if ".mtp." in n]
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("kind", ["2d", "4d"])
+@pytest.mark.parametrize(
+    ("kind", "side"),
+    [
+        ("2d", "left"),
+        ("4d", "right"),
+        pytest.param("2d", "right", marks=pytest.mark.slow),
+        pytest.param("4d", "left", marks=pytest.mark.slow),
+    ],
+)
 def test_mtp_of_padded_rows_equals_the_rows_alone(mtp_model, side, kind):
     rows, width = [tiny.some_ids(1, n, seed=n)[0] for n in (1, 2, 9, 16)], 18
     ids, mask = torch.full((4, width), 2), torch.zeros(4, width, dtype=torch.long)

@@ -48,8 +48,15 @@ def test_a_draft_is_what_the_layer_predicts_in_training(kv_format):
     torch.testing.assert_close(mtp_logits(model, cache, ids[:, 26]), expected[:, 25], atol=1e-9, rtol=0)
 
 
-@pytest.mark.parametrize("build", ["mtp", "0731"])
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(
+    ("batch", "build"),
+    [
+        (1, "0731"),
+        (2, "mtp"),
+        pytest.param(1, "mtp", marks=pytest.mark.slow),
+        pytest.param(2, "0731", marks=pytest.mark.slow),
+    ],
+)
 def test_tokens_and_cache_equal_plain_decoding(build, batch):
     model, ids = tiny.drafting_model(build), some_ids(batch, 11, seed=2)
     plain = model.generate(ids, **GREEDY, return_dict_in_generate=True)

@@ -32,14 +32,27 @@ CLASSES = {
     Dsv4ForCausalLM: (),
 }
 DEQUANTIZE = Dsv4QuantizationConfig(dequantize=True)
+WHOLE = (Dsv41ForConditionalGeneration, Dsv4ForCausalLM)  # those that leave out nothing but drafts
+
+
+def in_turn(values, whole=True):
+    """Every class with both of two values, of which the fast run takes one in turn, and both for whole classes."""
+    return [
+        pytest.param(c, v, marks=() if (i + j) % 2 == 0 or (whole and c in WHOLE) else pytest.mark.slow)
+        for i, c in enumerate(CLASSES)
+        for j, v in enumerate(values)
+    ]
+
+
+def name_of(value):
+    return {False: "packed", True: "float"}[value] if isinstance(value, bool) else getattr(value, "__name__", None)
 
 
 def checkpoint(model_class):
     return CHECKPOINT_V4 if model_class in (Dsv4Model, Dsv4ForCausalLM) else CHECKPOINT_V41
 
 
-@pytest.mark.parametrize("prefix", ["", "model."])
-@pytest.mark.parametrize("model_class", CLASSES, ids=lambda c: c.__name__)
+@pytest.mark.parametrize(("model_class", "prefix"), in_turn(["", "model."]), ids=name_of)
 def test_k5_every_key_is_used_once(model_class, prefix, tmp_path):
     stored, folder = stored_tensors(checkpoint(model_class)), Folder(checkpoint(model_class))
     folder.rename(lambda name: prefix + name)
@@ -51,8 +64,7 @@ def test_k5_every_key_is_used_once(model_class, prefix, tmp_path):
     assert all(same_bytes(state[name], stored[name]) for name in wanted)
 
 
-@pytest.mark.parametrize("dequantize", [False, True], ids=["packed", "float"])
-@pytest.mark.parametrize("model_class", CLASSES, ids=lambda c: c.__name__)
+@pytest.mark.parametrize(("model_class", "dequantize"), in_turn([False, True], whole=False), ids=name_of)
 def test_k5_a_folder_of_another_model_is_refused(model_class, dequantize, tmp_path):
     """Zero matches is no success: neither with names of another model nor with those of the other family."""
     folder = Folder(checkpoint(model_class))
@@ -73,8 +85,7 @@ def test_k5_a_folder_of_another_model_is_refused(model_class, dequantize, tmp_pa
         model_class.from_pretrained(path, **options)
 
 
-@pytest.mark.parametrize("dequantize", [False, True], ids=["packed", "float"])
-@pytest.mark.parametrize("model_class", CLASSES, ids=lambda c: c.__name__)
+@pytest.mark.parametrize(("model_class", "dequantize"), in_turn([False, True]), ids=name_of)
 def test_k6_load_save_load_save_released(model_class, dequantize, tmp_path):
     source = checkpoint(model_class)
     options = {"quantization_config": DEQUANTIZE, "dtype": torch.bfloat16} if dequantize else {"dtype": "auto"}

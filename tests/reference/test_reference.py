@@ -5,6 +5,7 @@ a rounding tie, where float32 producers and float64 arithmetic take different co
 that it is that close to its tie, and asks that moving it removes the difference.
 """
 
+import functools
 import hashlib
 import importlib.util
 import itertools
@@ -55,6 +56,19 @@ def run(config, weights, token_map):
             linear_rounding=mode == "lin8",
             **options,
         )
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def of_case(run, weights, config):
+    """From the name of a golden case and a mode to what the oracle makes of it, computed once."""
+
+    @functools.cache
+    def call(name, mode):
+        case = golden.load_case(name, mode)
+        images = _image_inputs(weights, config, case)
+        return run(case["input_ids"], mode, attention_mask=case["attention_mask"], **images)
 
     return call
 
@@ -209,10 +223,9 @@ def test_attention_without_entries_is_zero():
 
 
 @pytest.mark.parametrize(("mode", "name"), TEXT_CASES)
-def test_text_case(run, mode, name):
+def test_text_case(of_case, mode, name):
     case = golden.load_case(name, mode)
-    output = run(case["input_ids"], mode, attention_mask=case["attention_mask"])
-    report = golden.assert_case(name, mode, case, output)
+    report = golden.assert_case(name, mode, case, of_case(name, mode))
     assert report["logits"].max() < 1e-5  # far inside the bound: the two producers differ by float32 noise only
     print(_summary(name, mode, report))
 
@@ -265,10 +278,9 @@ def test_dense_attention_reads_every_visible_entry(run, config, weights, token_m
 
 
 @pytest.mark.parametrize("name", ["text_1", "text_2", "text_3", "text_17", "padded", "image"])
-def test_router_weights_and_candidates(run, weights, config, name):
-    case = golden.load_case(name)
+def test_router_weights_and_candidates(of_case, config, name):
+    case, output = golden.load_case(name), of_case(name, "qdq")
     mask = case["attention_mask"].astype(bool)
-    output = run(case["input_ids"], attention_mask=mask, **_image_inputs(weights, config, case))
     for layer in range(config["text_config"]["num_hidden_layers"]):
         expected = case[f"router_w.{layer}"].reshape(*mask.shape, -1)
         difference = np.sort(expected, -1) - np.sort(output[f"router_w.{layer}"], -1)
@@ -280,9 +292,8 @@ def test_router_weights_and_candidates(run, weights, config, name):
 
 
 @pytest.mark.parametrize("name", ["text_1", "text_2", "text_3", "text_17"])
-def test_inner_values(run, name):
-    case = golden.load_case(name)
-    output = run(case["input_ids"])
+def test_inner_values(of_case, name):
+    case, output = golden.load_case(name), of_case(name, "qdq")
     kinds, largest = ("attn_out", "ffn_out", "engram_out", "compressed_kv", "index_keys"), {}
     for key in (k for k in case if k.split(".")[0] in kinds):
         assert np.shape(output[key]) == case[key].shape, key
@@ -335,10 +346,9 @@ def test_image_features_and_roles(weights, config):
     print(f"vision features {error:.1e}")
 
 
-def test_image_case(run, weights, config):
+def test_image_case(of_case):
     case = golden.load_case("image")
-    output = run(case["input_ids"], attention_mask=case["attention_mask"], **_image_inputs(weights, config, case))
-    report = golden.assert_case("image", "qdq", case, output)
+    report = golden.assert_case("image", "qdq", case, of_case("image", "qdq"))
     assert report["logits"].max() < 5e-5
     print(_summary("image", "qdq", report))
 

@@ -45,6 +45,11 @@ def groups_of(parameters, chunk_bytes):
     return result
 
 
+def run_each(function, calls):
+    """Results of several calls in the same processes."""
+    return [function(*args) for args in calls]
+
+
 def run_placed(placements_of, mesh_shape=None, chunk_bytes=2**30, steps=4):
     """Optimise all cases with `placements_of(ndim)`; return the whole tensors."""
     mesh = init_device_mesh("cpu", mesh_shape or (dist.get_world_size(),))
@@ -97,26 +102,23 @@ def both(ndim):
     return [Shard(max(0, ndim - 2)), Shard(ndim - 1)]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "placements", "mesh_shape", "chunk_bytes"),
-    [
-        (2, rows, None, 2**30),
-        (3, rows, None, 300),
-        (4, rows, None, 300),
-        (2, columns, None, 2**30),
-        (3, next_to_last, None, 300),
-        (2, replicated, None, 2**30),
-        (4, hybrid, (2, 2), 2**30),
-        (4, both, (2, 2), 2**30),
-    ],
-    ids=lambda v: getattr(v, "__name__", None),
-)
-def test_every_placement_equals_one_process(ranks, placements, mesh_shape, chunk_bytes):
+# Ranks -> placements, the shape of the mesh, bytes that are worked on at a time.
+PLACED = {
+    2: [(rows, None, 2**30), (columns, None, 2**30), (replicated, None, 2**30)],
+    3: [(rows, None, 300), (next_to_last, None, 300)],
+    4: [(rows, None, 300), (hybrid, (2, 2), 2**30), (both, (2, 2), 2**30)],
+}
+
+
+@pytest.mark.parametrize("ranks", PLACED)
+def test_every_placement_equals_one_process(ranks):
     want = expected()
-    for result in on_ranks(ranks, run_placed, placements, mesh_shape, chunk_bytes):
-        for name in CASES:
-            change = result[name] - values(name, 0)
-            assert relative_error(change, want[name] - values(name, 0)) < 1e-10, name
+    for results in on_ranks(ranks, run_each, run_placed, PLACED[ranks]):
+        for (placements, *_), result in zip(PLACED[ranks], results, strict=True):
+            for name in CASES:
+                change = result[name] - values(name, 0)
+                error = relative_error(change, want[name] - values(name, 0))
+                assert error < 1e-10, (placements.__name__, name)
 
 
 # -- what crosses ranks -----------------------------------------------------------------------------------------------
@@ -129,32 +131,33 @@ def count_collectives(case, dim):
     optimizer = Dsv4Optimizer(
         [{"params": [p], **options, **({"idle_threshold": None} if "experts" in case else {})}], lr=0.01
     )
-    seen = []
-    reduce, exchange = dist.all_reduce, dist.all_to_all_single
-    dist.all_reduce = lambda t, *a, **k: (seen.append(("reduce", t.numel(), t.dtype)), reduce(t, *a, **k))[1]
-    dist.all_to_all_single = lambda o, i, *a, **k: (
-        seen.append(("exchange", i.numel(), i.dtype)),
-        exchange(o, i, *a, **k),
-    )[1]
     p.grad = distribute_tensor(values(case, 1), mesh, [Shard(dim)])
-    optimizer.step()
+    seen, reduce, exchange = [], dist.all_reduce, dist.all_to_all_single
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            dist, "all_reduce", lambda t, *a, **k: (seen.append(("reduce", t.numel(), t.dtype)), reduce(t, *a, **k))[1]
+        )
+        patch.setattr(
+            dist,
+            "all_to_all_single",
+            lambda o, i, *a, **k: (seen.append(("exchange", i.numel(), i.dtype)), exchange(o, i, *a, **k))[1],
+        )
+        optimizer.step()
     return seen
 
 
 def test_what_crosses_ranks():
     agreement = ("reduce", 1, torch.int32)
+    cases = ("sinkhorn", "experts", "muon heads", "adamw", "muon whole", "muon uneven")
+    found = on_ranks(2, run_each, count_collectives, [(case, 0) for case in cases])
+    sinkhorn, experts, heads, adamw, whole, uneven = zip(*found, strict=True)
     # Sinkhorn by rows: one scalar and five rows of n = 6. Experts by experts and heads by heads: nothing.
-    (sinkhorn, _) = on_ranks(2, count_collectives, "sinkhorn", 0)
-    assert sinkhorn == [agreement, ("reduce", 1, torch.float64)] + [("reduce", 6, torch.float64)] * 5
-    assert on_ranks(2, count_collectives, "experts", 0)[0] == [agreement]
-    assert on_ranks(2, count_collectives, "muon heads", 0)[0] == [agreement]
-    assert on_ranks(2, count_collectives, "adamw", 0)[0] == [agreement]
+    assert sinkhorn[0] == [agreement, ("reduce", 1, torch.float64)] + [("reduce", 6, torch.float64)] * 5
+    assert experts[0] == heads[0] == adamw[0] == [agreement]
     # A whole matrix goes to its owner and back: once each way, local shards only.
-    whole = on_ranks(2, count_collectives, "muon whole", 0)
     assert [kind for kind, *_ in whole[0]] == ["reduce", "exchange", "exchange"]
     assert whole[0][1][1] == whole[1][1][1] == 35
     # Of the splits (4, 4, 16) over rows [0, 12) and [12, 24) only the last block is cut.
-    uneven = on_ranks(2, count_collectives, "muon uneven", 0)
     assert [numel for kind, numel, _ in uneven[0] if kind == "exchange"][0] == 4 * 7
 
 
@@ -265,13 +268,13 @@ def run_fsdp2(created_first, folder, device="cpu"):
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
     model, optimizer = sharded_tiny(created_first, device)
-    for step in range(5):
+    for step in range(3):
         shard_gradients(model, step)
         optimizer.step()
     dcp.save(
         {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder
     )
-    for step in range(5, 10):
+    for step in range(3, 6):
         shard_gradients(model, step)
         optimizer.step()
     straight = {name: p.detach().full_tensor().clone() for name, p in model.named_parameters()}
@@ -281,7 +284,7 @@ def run_fsdp2(created_first, folder, device="cpu"):
     dcp.load(saved, checkpoint_id=folder)
     resumed.load_state_dict(saved["model"])
     set_optimizer_state_dict(resumed, other, saved["optimizer"])
-    for step in range(5, 10):
+    for step in range(3, 6):
         shard_gradients(resumed, step)
         other.step()
     again = {name: p.detach().full_tensor() for name, p in resumed.named_parameters()}
@@ -289,11 +292,11 @@ def run_fsdp2(created_first, folder, device="cpu"):
     return {name: p.cpu() for name, p in straight.items()}, equal
 
 
-def ten_steps_alone():
+def six_steps_alone():
     config, tensors = tiny_v41()
     model = build_tree(tensors, config)
     optimizer = make(model)
-    for step in range(10):
+    for step in range(6):
         set_gradients(model, step)
         optimizer.step()
     return model
@@ -301,7 +304,7 @@ def ten_steps_alone():
 
 @pytest.mark.parametrize("created_first", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_fsdp2_equals_one_process_and_resumes_bitwise(created_first, tmp_path):
-    model = ten_steps_alone()
+    model = six_steps_alone()
     for straight, resumed_equal in on_ranks(2, run_fsdp2, created_first, str(tmp_path)):
         assert resumed_equal
         for name, p in model.named_parameters():
@@ -311,7 +314,7 @@ def test_fsdp2_equals_one_process_and_resumes_bitwise(created_first, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_fsdp2_on_two_gpus_equals_one_process_and_resumes_bitwise(tmp_path):
-    model = ten_steps_alone()
+    model = six_steps_alone()
     for straight, resumed_equal in on_ranks(2, run_fsdp2, True, str(tmp_path), "cuda", backend="nccl"):
         assert resumed_equal
         for name, p in model.named_parameters():
@@ -453,17 +456,22 @@ def run_low_precision(options):
     return result
 
 
-@pytest.mark.parametrize("options", [{}, {"master": "auto"}, {"master": "stochastic"}], ids=str)
-def test_low_precision_across_ranks(options):
-    for result in on_ranks(2, run_low_precision, options):
-        for name in {name for name, _ in result}:
-            start = values(name, 0).bfloat16().float()
-            if name.startswith("muon whole") or "stochastic" in options.values():
-                # bfloat16 products err by 6e-3, weights are rounded to 2^-9: the changes agree to a few per cent.
-                assert relative_error(result[name, True] - start, result[name, False] - start) < 0.1, name
-            else:
-                # Nothing that is rounded otherwise crosses ranks: equal but for a last place at a rounding edge.
-                assert (result[name, True] != result[name, False]).float().mean() < 0.05, name
+MASTERS = ({}, {"master": "auto"}, {"master": "stochastic"})
+
+
+def test_low_precision_across_ranks():
+    for results in on_ranks(2, run_each, run_low_precision, [(options,) for options in MASTERS]):
+        for options, result in zip(MASTERS, results, strict=True):
+            for name in {name for name, _ in result}:
+                start = values(name, 0).bfloat16().float()
+                if name.startswith("muon whole") or "stochastic" in options.values():
+                    # bfloat16 products err by 6e-3, weights are rounded to 2^-9: the changes agree to a few per cent.
+                    error = relative_error(result[name, True] - start, result[name, False] - start)
+                    assert error < 0.1, (options, name)
+                else:
+                    # Nothing that is rounded otherwise crosses ranks: equal but for a last place at a rounding edge.
+                    differ = (result[name, True] != result[name, False]).float().mean()
+                    assert differ < 0.05, (options, name)
 
 
 def run_fsdp2_over_tensor_parallel():

@@ -89,8 +89,18 @@ def test_a_site_in_bfloat16(case, device, poisoned):
             torch.testing.assert_close(found, value, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("block", [32, 128])
-@pytest.mark.parametrize(("tokens", "d", "carried"), [(3, 40, True), (66, 160, True), (2, 72, False)])
+@pytest.mark.parametrize(
+    ("tokens", "d", "carried", "block"),
+    [
+        (3, 40, True, 32),
+        (2, 72, False, 32),
+        (3, 40, True, 128),
+        (18, 160, True, 128),
+        pytest.param(66, 160, True, 32, marks=pytest.mark.slow),
+        pytest.param(66, 160, True, 128, marks=pytest.mark.slow),
+        pytest.param(2, 72, False, 128, marks=pytest.mark.slow),
+    ],
+)
 def test_rounding_x(tokens, d, carried, block, device, poisoned):
     for dtype in (torch.float32, torch.bfloat16):
         inputs = _inputs(tokens, d, 4, True, carried, True, device, dtype)
