@@ -392,6 +392,7 @@ class Dsv4Attention(nn.Module):
         return rotate(self._make_values(x, rounded), table)
 
     def _make_values(self, x, rounded) -> torch.Tensor:
+        """Return the window entries `[B, S, D]`, neither rotated nor rounded."""
         return self.kv_norm(apply_rounded(self.kv_proj, x, rounded))
 
     def _keep_window(self, values, table, codec: CacheCodec, context: LayerContext, cache) -> torch.Tensor | RingView:

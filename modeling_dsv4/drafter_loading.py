@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 from .configuration_common import check_drafter
@@ -37,11 +38,16 @@ class LoadsDrafter:
             folder (`str`, *optional*): of the checkpoint, or its name on the Hub; by default the files of the model.
 
         Raises:
-            ValueError: if the checkpoint has no drafter, or it is not known where the model came from.
+            ValueError: if the checkpoint has no drafter, if the model came from no files, or if they are gone.
         """
-        folder = folder or self.checkpoint_folder or self.name_or_path
-        if not folder:
-            raise ValueError("use_mtp is True for a model without a drafter; accepted: one loaded with use_mtp=True.")
+        if folder is None:
+            folder = self.checkpoint_folder
+            if folder is None:
+                raise ValueError(
+                    "use_mtp is True for a model without a drafter; accepted: one loaded with use_mtp=True."
+                )
+            if not os.path.isdir(folder):
+                raise ValueError(f"{folder}, where the model came from, is gone; accepted: load_drafter(folder).")
         config = self.config_class.from_pretrained(folder)
         text, own = config.get_text_config(), self.config.get_text_config()
         check_drafter(True, text)

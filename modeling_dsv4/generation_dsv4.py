@@ -96,7 +96,7 @@ class Dsv4GenerationMixin(Dsv4DraftMixin, GenerationMixin):
             )
         if model_kwargs.get("cache") is not None:
             check_cache(model_kwargs["cache"])
-            check_capacity(model_kwargs["cache"], generation_config, batch_size, max_cache_length)
+            check_capacity(model_kwargs["cache"], generation_config, batch_size, max_cache_length, mask)
             model_kwargs["cache"]._is_user_defined = True
             return
         if generation_config.use_cache is False:
@@ -129,8 +129,14 @@ class Dsv4GenerationMixin(Dsv4DraftMixin, GenerationMixin):
         raise ValueError("continuous batching uses a paged cache; accepted: generate(), whose cache is a Dsv4Cache.")
 
 
-def check_capacity(cache: Dsv4Cache, config, batch: int, columns: int) -> None:
-    """Raise a `ValueError` if a cache of fixed capacity is too small for `columns` columns and for drafts behind them."""
+def check_capacity(cache: Dsv4Cache, config, batch: int, columns: int, mask: torch.Tensor | None) -> None:
+    """Raise a `ValueError` if a cache of fixed capacity is too small for `columns` columns and for drafts behind them.
+
+    The ids that the cache has seen may be left out of a continued call; its mask (`[B, S]`, or its length) counts them.
+    """
+    if cache.columns and config.max_new_tokens is not None:
+        given = config.max_length - config.max_new_tokens
+        columns += (getattr(config, "_mask_length", given) if mask is None else mask.shape[1]) - given
     if config.prompt_lookup_num_tokens is not None:  # which is not cut where the text ends
         columns += config.prompt_lookup_num_tokens - 1
     elif config.use_mtp and batch * config.num_return_sequences > 1:  # rows end at different tokens of a block
@@ -138,5 +144,5 @@ def check_capacity(cache: Dsv4Cache, config, batch: int, columns: int) -> None:
     if cache.max_length is not None and cache.max_length < columns:
         raise ValueError(
             f"the cache was made for {cache.max_length} tokens (max_length); accepted: at least {columns}, for the prompt "
-            "and all new tokens."
+            "and max_new_tokens, even if the text may end earlier."
         )

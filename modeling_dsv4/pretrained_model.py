@@ -134,7 +134,7 @@ class Dsv4PreTrainedModel(ReleasedCheckpointMixin, ExpertPlacementMixin, Kernels
         return self
 
     def train(self, mode: bool = True):
-        """Set training mode; says once that packed weights stay as they are, unless all are meant to (beside adapters)."""
+        """Set training mode; says once that packed weights stay frozen where norms train: the whole model was meant to."""
         trains = any(m.weight.requires_grad for m in self.modules() if isinstance(m, Dsv4RMSNorm))
         if mode and trains and any(p.dtype in PACKED_DTYPES for p in self.parameters()):
             logger.warning_once(

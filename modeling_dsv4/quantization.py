@@ -175,7 +175,7 @@ def pack_modules(model: nn.Module, config: Dsv4QuantizationConfig) -> None:
 def set_activation_rounding(model: nn.Module, enabled: bool, block: int = 32) -> None:
     """Switch the FP8 rounding of the inputs of quantised layers, with one scale per `block` channels, in place.
 
-    Sites of the hyper-connections round too, once for all layers that read the same input.
+    Takes whole models or layers: sites of the hyper-connections round too, once for all matrices that read the same input.
     """
     for module in model.modules():
         if hasattr(module, "quantize_activations"):

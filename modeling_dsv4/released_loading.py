@@ -320,7 +320,7 @@ class ReleasedCheckpointMixin:
 
     weight_names: WeightNames
     optional_parts = OPTIONAL_PARTS
-    # Where the files lie from which the weights came: of a name on the Hub, in the cache.
+    # Where the weights' files lie; of a name on the Hub, in its cache.
     checkpoint_folder: str | None = None
 
     @classmethod
@@ -350,7 +350,7 @@ class ReleasedCheckpointMixin:
             quantization = None
         source = str(load_config.pretrained_model_name_or_path or "")
         if checkpoint_files:
-            model.checkpoint_folder = os.path.dirname(checkpoint_files[0])
+            model.checkpoint_folder = os.path.dirname(os.path.abspath(checkpoint_files[0]))
         checkpoint = ReleasedCheckpoint(model, tensors, entries, quantization, source)
         tensors = checkpoint.load_all(load_config.ignore_mismatched_sizes)
         for part, count in checkpoint.left.items():

@@ -265,7 +265,8 @@ def packed_swiglu(
     m = len(rows)
     if m == 0 or m >= MANY_ROWS:
         x = x if activation_block is None else round_fp8_rows(x, block=activation_block)
-        g, u = (packed_linear(x, *w, block_size=block_size) for w in ((gate, gate_scale), (up, up_scale)))
+        matrices = (gate, gate_scale), (up, up_scale)
+        g, u = (packed_linear(x, weight, scale, block_size=block_size) for weight, scale in matrices)
         return clamped_swiglu(g, u, limit).to(x.dtype)
     if activation_block is not None and m > 1:
         rows, activation_block = round_fp8_rows(rows, block=activation_block), None

@@ -416,6 +416,22 @@ def test_a_capacity_that_is_too_small_is_refused_before_work_begins(rows, option
         model.generate(ids, cache=Dsv4Cache(model.config, max_length=needed - 1), **GREEDY, **options)
 
 
+def test_a_continued_cache_counts_what_it_has_seen():
+    """Only the new ids are given, with the mask of all."""
+    model, ids, settings = drafting_model(), some_ids(1, 9, seed=8), GREEDY | {"max_new_tokens": 3}
+    settings["attention_mask"] = torch.ones(1, 16).long()
+    for capacity in (18, 17):
+        cache = Dsv4Cache(model.config, max_length=capacity)
+        with torch.no_grad():
+            model(ids, cache=cache)
+        if capacity == 18:
+            assert model.generate(ids[:, :7], cache=cache, **settings).shape == (1, 10) and cache.columns == 18
+            continue
+        with pytest.raises(ValueError, match=r"made for 17 tokens \(max_length\); accepted: at least 18"):
+            model.generate(ids[:, :7], cache=cache, **settings)
+        assert cache.columns == 9
+
+
 # ---- refusals -----------------------------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 
+import pytest
 import torch
 
 from modeling_dsv4 import Dsv4QuantizationConfig, Dsv41ForCausalLM
@@ -65,3 +66,21 @@ def test_it_comes_from_the_commit_of_its_model(tmp_path):
     model = Dsv41ForCausalLM.from_pretrained("someone/release", **options)
     model.load_drafter()
     assert len(model.drafter) == 3
+
+
+def test_files_that_are_elsewhere_or_gone(tmp_path, monkeypatch):
+    shutil.copytree(CHECKPOINT_V41, tmp_path / "release")
+    monkeypatch.chdir(tmp_path)
+    quantization = Dsv4QuantizationConfig(dequantize=True)
+    model = Dsv41ForCausalLM.from_pretrained("release", dtype=torch.float32, quantization_config=quantization)
+    monkeypatch.chdir(tmp_path.parent)
+    model.load_drafter()
+    assert len(model.drafter) == 3
+    shutil.move(tmp_path / "release", tmp_path / "moved")
+    with pytest.raises(
+        ValueError, match=r"release, where the model came from, is gone; accepted: load_drafter\(folder\)"
+    ):
+        model.load_drafter()
+    made = Dsv41ForCausalLM(model.config)
+    with pytest.raises(ValueError, match="accepted: one loaded with use_mtp=True"):
+        made.load_drafter()
