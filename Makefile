@@ -19,6 +19,8 @@ $(VENV)/.ready: constraints.txt setup.py
 	$(if $(filter Linux,$(shell uname)),$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps triton kernels)
 	touch $@
 
+# Threads that spin while they wait for each other crawl where another program keeps a core busy.
+demo: export OMP_WAIT_POLICY = PASSIVE
 demo: $(VENV)/.ready
 	HF_HUB_OFFLINE=1 $(BIN)/python -m examples.demo $(CKPT)
 	$(if $(CKPT),,HF_HUB_OFFLINE=1 $(BIN)/python -m examples.digits)
