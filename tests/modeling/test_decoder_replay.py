@@ -13,6 +13,7 @@ import torch
 
 from modeling_dsv4 import Dsv4Cache
 from modeling_dsv4.decoder_replay import REPLAY_MODES, decoder_tokens
+from tests.grids import half_of
 from tests.modeling import tiny_model as v41
 from tests.modeling import v4_models as v4
 
@@ -33,15 +34,6 @@ MODELS = {
 def model(request):
     """A float64 model; not to be changed."""
     return MODELS[request.param]()
-
-
-def half_of(cases):
-    """Every model with every case, of which the fast run takes half: each model with every other case."""
-    return [
-        pytest.param(name, case, marks=pytest.mark.slow if (m + c) % 2 else ())
-        for m, name in enumerate(MODELS)
-        for c, case in enumerate(cases)
-    ]
 
 
 @torch.no_grad()
@@ -132,7 +124,7 @@ PROMPTS = [
 ]
 
 
-@pytest.mark.parametrize(("model", "prompt"), half_of(PROMPTS), indirect=["model"], ids=str)
+@pytest.mark.parametrize(("model", "prompt"), half_of(MODELS, PROMPTS), indirect=["model"], ids=str)
 def test_exact_leaves_the_bytes_and_tokens_of_full(model, prompt):
     length, chunk, kv_format = prompt
     check_exact(model, length, chunk, kv_format, [crop for crop in (0, ROLLBACK) if crop < length], 2)
@@ -167,7 +159,7 @@ def test_exact_of_padded_rows(model, sides):
 KEEP = [3, 20, 0, torch.tensor([90, 97]), torch.tensor([-1]), torch.tensor([True] * 100)]
 
 
-@pytest.mark.parametrize(("model", "keep"), half_of(KEEP), indirect=["model"])
+@pytest.mark.parametrize(("model", "keep"), half_of(MODELS, KEEP), indirect=["model"])
 def test_all_wanted_logits_are_there(model, keep):
     ids = v41.some_ids(2, 100, seed=4)
     whole, full = prefill(model, ids, "full", keep=keep)

@@ -23,6 +23,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from modeling_dsv4 import DSparkScheduler, Dsv4Cache
 from modeling_dsv4.decoder_replay import REPLAY_MODES
+from tests.grids import half_of
 from tests.modeling.draft_models import drafting_image_model, drafting_model, planned
 from tests.modeling.image_models import batch_left, image_inputs, prompt
 from tests.modeling.tiny_model import FIVE_LAYERS, PAD, new_model, some_ids
@@ -323,15 +324,7 @@ def test_left_padded_rows_equal_their_runs_alone():
         assert torch.equal(got[17 - len(row) :], model.generate(row[None], **GREEDY, use_mtp=True)[0])
 
 
-@pytest.mark.parametrize(
-    ("batch", "options"),
-    [
-        (1, {"prefill_chunk_size": 5}),
-        (2, {}),
-        pytest.param(1, {}, marks=pytest.mark.slow),
-        pytest.param(2, {"prefill_chunk_size": 5}, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("batch", "options"), half_of((1, 2), ({"prefill_chunk_size": 5}, {})))
 def test_images(batch, options):
     """Drafts behind image spans, in one piece and in chunks that cut them; then a second turn with another image."""
     model = drafting_image_model()

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import DynamicCache, GenerationConfig, PreTrainedTokenizerFast, TextStreamer, pipeline
 
 from modeling_dsv4 import Dsv4Cache, Dsv41ForCausalLM
+from tests.grids import half_of
 from tests.modeling.tiny_model import FIVE_LAYERS, PAD, five_layer_model, new_model, some_ids
 
 NEW = 11
@@ -63,15 +64,7 @@ def words(ids):
 # ---- the modes -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kv_format", "decoder_replay"),
-    [
-        ("packed", "full"),
-        ("float", "exact"),
-        pytest.param("packed", "exact", marks=pytest.mark.slow),
-        pytest.param("float", "full", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("kv_format", "decoder_replay"), half_of(("packed", "float"), ("full", "exact")))
 def test_greedy(model, ids, expected, kv_format, decoder_replay):
     out = model.generate(
         ids, **GREEDY, kv_format=kv_format, decoder_replay=decoder_replay, return_dict_in_generate=True

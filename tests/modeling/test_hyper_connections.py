@@ -23,6 +23,7 @@ from modeling_dsv4.hyper_connections import (
     sinkhorn_normalize,
 )
 from modeling_dsv4.quantization import set_activation_rounding
+from tests.grids import half_of
 from tests.modeling import tiny_model
 from tests.modeling.mechanism_models import random_values
 from tests.reference import mhc
@@ -279,15 +280,7 @@ def _assert_equal_gradients(backend, dtype, factor):
         assert (a - c).abs().max() <= 3 * bound * size, name
 
 
-@pytest.mark.parametrize(
-    ("dtype", "factor"),
-    [
-        (torch.float32, 1e4),
-        (torch.bfloat16, 1.0),
-        pytest.param(torch.float32, 1.0, marks=pytest.mark.slow),
-        pytest.param(torch.bfloat16, 1e4, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "factor"), half_of((torch.float32, torch.bfloat16), (1e4, 1.0)))
 def test_gradients_are_finite_and_equal_in_a_captured_graph(dtype, factor):
     _assert_equal_gradients("aot_eager_decomp_partition", dtype, factor)
 

@@ -13,6 +13,7 @@ import torch
 from convert.inventory import released_tensors
 from modeling_dsv4 import Dsv4Cache, Dsv4Config, Dsv4ForCausalLM, Dsv4Model
 from tests import golden_cases as golden
+from tests.grids import half_of
 from tests.modeling import golden_model
 from tests.modeling import v4_models as tiny
 from tests.modeling.tiny_model import oracle_weights
@@ -203,15 +204,7 @@ def test_with_rounding_on_long_rows(seed):
 # ---- builds: packed, dequantised, -Base --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("quantize_activations", "build"),
-    [
-        (True, "released"),
-        (False, "base"),
-        pytest.param(False, "released", marks=pytest.mark.slow),
-        pytest.param(True, "base", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("quantize_activations", "build"), half_of((True, False), ("released", "base")))
 def test_packed_equals_dequantised(build, quantize_activations, folders):
     """Both loads, against each other and against the oracle's own reading of the files."""
     folder = folders[build]
@@ -361,15 +354,7 @@ def test_gradient_reaches_the_mtp_layer_and_through_it_the_backbone(mtp_model):
     assert not [n for n in silent if ".mtp." in n]
 
 
-@pytest.mark.parametrize(
-    ("kind", "side"),
-    [
-        ("2d", "left"),
-        ("4d", "right"),
-        pytest.param("2d", "right", marks=pytest.mark.slow),
-        pytest.param("4d", "left", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("kind", "side"), half_of(("2d", "4d"), ("left", "right")))
 def test_mtp_of_padded_rows_equals_the_rows_alone(mtp_model, side, kind):
     rows, width = [tiny.some_ids(1, n, seed=n)[0] for n in (1, 2, 9, 16)], 18
     ids, mask = torch.full((4, width), 2), torch.zeros(4, width, dtype=torch.long)

@@ -8,6 +8,7 @@ import torch
 from convert.inventory import payload_bytes, released_tensors
 from modeling_dsv4 import Dsv4Cache, Dsv4Config, Dsv4ForCausalLM, Dsv4QuantizationConfig
 from modeling_dsv4.dspark import Dsv4DSpark
+from tests.grids import half_of
 from tests.modeling import v4_models as tiny
 from tests.modeling.test_configuration_deepseek_v4 import flash_0731
 from tests.modeling.test_draft_generation import assert_same_cache, drafted, first_wrong
@@ -48,15 +49,7 @@ def test_a_draft_is_what_the_layer_predicts_in_training(kv_format):
     torch.testing.assert_close(mtp_logits(model, cache, ids[:, 26]), expected[:, 25], atol=1e-9, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("batch", "build"),
-    [
-        (1, "0731"),
-        (2, "mtp"),
-        pytest.param(1, "mtp", marks=pytest.mark.slow),
-        pytest.param(2, "0731", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("batch", "build"), half_of((1, 2), ("0731", "mtp")))
 def test_tokens_and_cache_equal_plain_decoding(build, batch):
     model, ids = tiny.drafting_model(build), some_ids(batch, 11, seed=2)
     plain = model.generate(ids, **GREEDY, return_dict_in_generate=True)

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV4Config, Dee
 
 from modeling_dsv4 import Dsv4Cache, Dsv4Config, Dsv4ForCausalLM
 from tests.golden_cases import load_json
+from tests.grids import half_of
 from tests.modeling import v4_models as tiny
 
 PAD = 2
@@ -172,14 +173,7 @@ def logits_of_a_row_of_40():
         return tiny.golden_model(torch.float64)(tiny.some_ids(2, 40, seed=4), use_cache=False).logits
 
 
-@pytest.mark.parametrize(
-    ("kv_format", "kept"),
-    [
-        pytest.param(f, kept, marks=pytest.mark.slow if (i + j) % 2 else ())
-        for i, f in enumerate(("packed", "float"))
-        for j, kept in enumerate((3, 4, 15, 17, 23))
-    ],
-)
+@pytest.mark.parametrize(("kv_format", "kept"), half_of(("packed", "float"), (3, 4, 15, 17, 23)))
 def test_cropped_caches_continue_as_if_nothing_had_been(kept, kv_format):
     """Rollback over borders of both compressions, with rounding, in float64: no code flips."""
     model, ids, other = tiny.golden_model(torch.float64), tiny.some_ids(2, 40, seed=4), tiny.some_ids(2, 16, seed=5)
